@@ -1,0 +1,50 @@
+"""Tool arguments between the sampled string and the forms that protocols want.
+
+The record always keeps the sampled string. Protocols that carry an object (Anthropic, Google) get the parsed object;
+a string that isn't a JSON object travels as `{"_raw": "<the string>"}` and comes back as the string, so that nothing is
+lost either way. An empty string is an empty object in both directions. Freeform tools are sampled as
+`{"input": "<raw>"}` by models that know functions only; clients get the raw input.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from polar_render.messages import Json
+
+from .fields import Obj, compact
+
+__all__ = ["RAW_KEY", "as_object", "from_object", "raw_input"]
+
+RAW_KEY = "_raw"
+
+
+def _parsed(arguments: str) -> Json:
+    try:
+        value: Json = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    return value
+
+
+def as_object(arguments: str) -> Obj:
+    """The object to send for sampled arguments."""
+    if not arguments.strip():
+        return {}
+    value = _parsed(arguments)
+    return value if isinstance(value, dict) else {RAW_KEY: arguments}
+
+
+def from_object(value: Obj) -> str:
+    """The string to record for an object that a client sent: what `as_object` was given, up to JSON white space."""
+    if len(value) == 1 and isinstance(raw := value.get(RAW_KEY), str) and not isinstance(_parsed(raw), dict):
+        return raw
+    return compact(value)
+
+
+def raw_input(arguments: str) -> str:
+    """The input of a freeform tool, unwrapped from `{"input": ...}` where the model wrapped it."""
+    value = _parsed(arguments)
+    if isinstance(value, dict) and len(value) == 1 and isinstance(inner := value.get("input"), str):
+        return inner
+    return arguments
