@@ -12,6 +12,7 @@ PolarError
 ├── BlobError              a body whose hash doesn't match, or a part is missing
 ├── RuntimeFault           sandbox, container, process
 │   ├── RuntimeUnavailable daemon down, image missing                                          (retryable)
+│   ├── ResourceExhausted  the attempt used up one of its own limits; names it
 │   └── CommandFailed      a prepare step ended with a non-zero exit code
 ├── HarnessError           the agent CLI couldn't be launched or died
 ├── EngineError            inference engine
@@ -30,8 +31,8 @@ from __future__ import annotations
 __all__ = [
     "BlobError", "BusError", "CommandFailed", "ConfigError", "Conflict", "EngineBusy", "EngineDown", "EngineError",
     "EngineOverflow", "EngineRefused", "EvaluationError", "FromTheFuture", "HarnessError", "NotFound", "Poison",
-    "PolarError", "RenderError", "RequestError", "RuntimeFault", "RuntimeUnavailable", "Stale", "TraceError",
-    "Unavailable",
+    "PolarError", "RenderError", "RequestError", "ResourceExhausted", "RuntimeFault",
+    "RuntimeUnavailable", "Stale", "TraceError", "Unavailable",
 ]  # fmt: skip
 
 
@@ -91,6 +92,14 @@ class RuntimeUnavailable(RuntimeFault):
     """The runtime as such is not usable: daemon down, image missing."""
 
     retryable = True
+
+
+class ResourceExhausted(RuntimeFault):
+    """The attempt's own limit is used up; `resource` is `memory`, `pids`, `disk` or `patch`. The agent's doing."""
+
+    def __init__(self, message: str, resource: str) -> None:
+        super().__init__(message)
+        self.resource = resource
 
 
 class CommandFailed(RuntimeFault):

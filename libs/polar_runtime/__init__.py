@@ -1,1 +1,33 @@
+"""Where attempts and evaluations run: `make_runtime(RuntimeSpec(...))` and the contract of what it returns."""
 
+from polar_runtime.archive import pack_dir, pack_files
+from polar_runtime.base import (
+    RELAY_PORT,
+    ExecResult,
+    Limits,
+    Mount,
+    OnOutput,
+    Runtime,
+    RuntimeSpec,
+    RuntimeStats,
+    Stream,
+)
+from polar_runtime.ledger import reap
+from polar_runtime.registry import kinds, make_runtime
+
+__all__ = [
+    "RELAY_PORT",
+    "ExecResult",
+    "Limits",
+    "Mount",
+    "OnOutput",
+    "Runtime",
+    "RuntimeSpec",
+    "RuntimeStats",
+    "Stream",
+    "kinds",
+    "make_runtime",
+    "pack_dir",
+    "pack_files",
+    "reap",
+]

@@ -1,0 +1,206 @@
+"""Trees and binary patches of a working directory, kept in a git directory that the agent never sees.
+
+git is given contents, never a work tree: attributes, filters, ignore rules, nested repositories and hooks of the
+agent's making have nothing to act on. Contents are hashed here and streamed into `git fast-import`; a file whose size,
+inode and change time are those of an earlier walk isn't read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from polar_common.errors import CommandFailed, ResourceExhausted, RuntimeFault, RuntimeUnavailable
+
+__all__ = ["Change", "GitStore", "Node"]
+
+# `-c` settings beat every file; the files are switched off by the environment.
+_ENV = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LC_ALL": "C.UTF-8",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_AUTHOR_NAME": "polar",
+    "GIT_AUTHOR_EMAIL": "polar@localhost",
+    "GIT_COMMITTER_NAME": "polar",
+    "GIT_COMMITTER_EMAIL": "polar@localhost",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_OPTIONAL_LOCKS": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One file or link. `mode` is git's (`100644`, `100755`, `120000`); `size` in bytes; `read` yields the content (a
+    link's target) and may raise OSError where it vanished meanwhile. `stamp` identifies an unchanged content, None
+    where that can't be told."""
+
+    path: bytes
+    mode: str
+    size: int
+    read: Callable[[], bytes]
+    stamp: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to write: `data` None removes the path."""
+
+    path: bytes
+    mode: str
+    data: bytes | None
+
+
+class GitStore:
+    """Blocking; use it from a thread. Not for concurrent use. `max_bytes` bounds the files read and a patch's size."""
+
+    def __init__(self, git_dir: Path, *, max_bytes: int = 4 << 30, max_patch: int = 256 << 20) -> None:
+        self.git_dir = git_dir
+        self.max_bytes = max_bytes
+        self.max_patch = max_patch
+        self._known: dict[bytes, tuple[tuple[int, ...], str]] = {}
+        self._serial = 0
+
+    def write(self, nodes: Iterable[Node]) -> str:
+        """Store a tree; returns its id. `ResourceExhausted` where the files exceed `max_bytes`."""
+        self._ready()
+        known: dict[bytes, tuple[tuple[int, ...], str]] = {}
+        total = 0
+        self._serial += 1
+        ref = f"refs/polar/{self._serial}"
+        with self._popen("fast-import", "--quiet", "--done", stdin=subprocess.PIPE) as process:
+            pipe = process.stdin
+            assert pipe is not None
+            try:
+                pipe.write(b"commit %s\ncommitter polar <polar@localhost> 0 +0000\ndata 0\ndeleteall\n" % ref.encode())
+                for node in nodes:
+                    total += node.size
+                    if total > self.max_bytes:
+                        raise ResourceExhausted(
+                            f"more than {self.max_bytes >> 20} MiB in the working directory", "disk"
+                        )
+                    self._put(pipe, node, known)
+                pipe.write(b"done\n")
+                pipe.close()
+            except BrokenPipeError:
+                pass
+            except BaseException:
+                process.kill()
+                raise
+            error = process.stderr.read() if process.stderr else b""
+        if process.returncode:
+            raise RuntimeFault(f"git fast-import: {error.decode(errors='replace')[-500:]}")
+        self._known = known
+        return self._run("rev-parse", f"{ref}^{{tree}}").decode().strip()
+
+    def _put(self, pipe: IO[bytes], node: Node, known: dict[bytes, tuple[tuple[int, ...], str]]) -> None:
+        seen = self._known.get(node.path)
+        if seen is not None and node.stamp is not None and seen[0] == node.stamp:
+            known[node.path] = seen
+            pipe.write(b"M %s %s %s\n" % (node.mode.encode(), seen[1].encode(), _quoted(node.path)))
+            return
+        try:
+            data = node.read()
+        except OSError:
+            return
+        if node.stamp is not None:
+            sha = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+            known[node.path] = (node.stamp, sha)
+        pipe.write(b"M %s inline %s\ndata %d\n" % (node.mode.encode(), _quoted(node.path), len(data)))
+        pipe.write(data)
+        pipe.write(b"\n")
+
+    def diff(self, before: str, after: str) -> bytes:
+        """Binary patch between two trees, with full object names. `ResourceExhausted` above `max_patch` bytes."""
+        if before == after:
+            return b""
+        # Renames are written as removal and addition: such a patch applies to any tree that has the old file.
+        args = ("diff-tree", "-p", "--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv")
+        with self._popen(*args, "--no-color", "--src-prefix=a/", "--dst-prefix=b/", before, after) as process:
+            assert process.stdout is not None
+            patch = process.stdout.read(self.max_patch + 1)
+            if len(patch) > self.max_patch:
+                process.kill()
+                raise ResourceExhausted(f"the patch is larger than {self.max_patch >> 20} MiB", "patch")
+            error = process.stderr.read() if process.stderr else b""
+        if process.returncode:
+            raise RuntimeFault(f"git diff-tree: {error.decode(errors='replace')[-500:]}")
+        return patch
+
+    def apply(self, tree: str, patch: bytes) -> list[Change]:
+        """What `patch` changes in `tree`. `CommandFailed` where it doesn't apply or names a path outside."""
+        self._ready()
+        index = self.git_dir / "apply.index"
+        index.unlink(missing_ok=True)
+        env = {"GIT_INDEX_FILE": str(index)}
+        try:
+            self._run("read-tree", tree, env=env)
+            self._run("apply", "--cached", "--binary", "--whitespace=nowarn", "-", env=env, stdin=patch)
+            after = self._run("write-tree", env=env).decode().strip()
+        finally:
+            index.unlink(missing_ok=True)
+        return self._changes(tree, after)
+
+    def _changes(self, before: str, after: str) -> list[Change]:
+        fields = self._run("diff-tree", "-r", "-z", "--no-renames", "--raw", before, after).split(b"\0")
+        removed: list[Change] = []
+        written: list[Change] = []
+        for meta, path in zip(fields[0::2], fields[1::2], strict=False):
+            _, mode, _, sha, status = meta.split(b" ")
+            if status == b"D":
+                removed.append(Change(path, "", None))
+            else:
+                written.append(Change(path, mode.decode(), self._run("cat-file", "blob", sha.decode())))
+        return removed + written
+
+    def _ready(self) -> None:
+        if not (self.git_dir / "HEAD").exists():
+            self.git_dir.mkdir(parents=True, exist_ok=True)
+            self._run("init", "-q", "--bare", "--template=")
+            self._run("config", "gc.auto", "0")
+
+    def _popen(self, *args: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        command = [
+            "git",
+            "-c",
+            "core.quotePath=false",
+            "-c",
+            "core.protectNTFS=false",
+            f"--git-dir={self.git_dir}",
+            *args,
+        ]
+        try:
+            return subprocess.Popen(
+                command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_ENV, cwd=self.git_dir
+            )
+        except FileNotFoundError as error:
+            raise RuntimeUnavailable("git isn't installed; patches need it") from error
+
+    def _run(self, *args: str, env: dict[str, str] | None = None, stdin: bytes = b"") -> bytes:
+        command: Sequence[str] = ["git", "-c", "core.protectNTFS=false", f"--git-dir={self.git_dir}", *args]
+        try:
+            done = subprocess.run(
+                command, input=stdin, capture_output=True, env={**_ENV, **(env or {})}, cwd=self.git_dir, check=False
+            )
+        except FileNotFoundError as error:
+            raise RuntimeUnavailable("git isn't installed; patches need it") from error
+        if done.returncode:
+            raise CommandFailed(f"git {args[0]}", done.returncode, done.stderr.decode(errors="replace")[-2000:])
+        return done.stdout
+
+
+def _quoted(path: bytes) -> bytes:
+    """C-style quoting as fast-import reads it."""
+    out = bytearray(b'"')
+    for byte in path:
+        if byte in b'"\\':
+            out += b"\\" + bytes([byte])
+        elif byte < 0x20 or byte >= 0x7F:
+            out += b"\\%03o" % byte
+        else:
+            out.append(byte)
+    return bytes(out + b'"')

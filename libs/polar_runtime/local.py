@@ -1,0 +1,397 @@
+"""Attempts as processes of this host: in bubblewrap where it works, else in a process group only.
+
+Nothing runs between two `exec` calls. In bubblewrap each `exec` has namespaces of its own, which end, with everything
+in them, when its command ends; the directories stay. Inside, `relay.py` starts the command, and is the only way out:
+it joins 127.0.0.1:41417 with the proxy's Unix socket. Without bubblewrap `isolation` is `none`: the command reaches
+whatever the gateway's user reaches, the relay adopts its orphans so that all of them are found and ended, and model
+calls that bypass the proxy can be noticed but not prevented.
+
+Limits: a control group where the host allows one (`cgroup.py`), else rlimits and a sampler that ends the attempt.
+Disk: no file larger than the limit, and a sampler for their sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
+from polar_common.tasks import cancel_and_wait, spawn
+from polar_runtime import archive, bwrap, cgroup, ledger, procs
+from polar_runtime.base import (
+    RELAY_PORT,
+    ExecResult,
+    Mount,
+    OnOutput,
+    Runtime,
+    RuntimeSpec,
+    RuntimeStats,
+    checked_argv,
+    checked_env,
+)
+from polar_runtime.beneath import Beneath, remove_tree
+from polar_runtime.gitstore import Change, Node
+from polar_runtime.output import Output
+from polar_runtime.process import Ended, Process
+from polar_runtime.sampler import Sampler
+from polar_runtime.status import SandboxStatus
+
+__all__ = ["LocalRuntime"]
+
+_HOME = "/home/agent"
+_RELAY = Path(__file__).with_name("relay.py")
+_ENTER = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Host directories of one attempt."""
+
+    base: Path
+
+    @property
+    def work(self) -> Path:
+        return self.base / "work"
+
+    @property
+    def home(self) -> Path:
+        return self.base / "home"
+
+    @property
+    def tmp(self) -> Path:
+        return self.base / "tmp"
+
+    @property
+    def git(self) -> Path:
+        return self.base / "git"
+
+    @property
+    def etc(self) -> Path:
+        return self.base / "etc"
+
+
+class LocalRuntime(Runtime):
+    """See the module. Options: `cgroup` = `off` to do without control groups."""
+
+    def __init__(self, spec: RuntimeSpec) -> None:
+        super().__init__(spec)
+        self._places = _Places(spec.root.absolute() / spec.label)
+        self._ledger = ledger.Ledger(self._places.base)
+        self._isolated = False
+        self._port = 0
+        self._group: cgroup.Cgroup | None = None
+        self._etc: list[Mount] = []
+        self._running: set[ProcessHandle] = set()
+        self._stats = RuntimeStats()
+        self._state = "new"
+        uid, _, gid = (spec.user or "1000").partition(":")
+        self._uid, self._gid = _number(uid), _number(gid or uid)
+
+    @property
+    def workdir(self) -> str:
+        return self.spec.workdir if self._isolated else str(self._places.work)
+
+    @property
+    def home(self) -> str:
+        return _HOME if self._isolated else str(self._places.home)
+
+    @property
+    def proxy_base(self) -> str:
+        if self.spec.network == "none":
+            return ""
+        return f"http://127.0.0.1:{self._port}" if self._port else self.spec.proxy_url
+
+    @property
+    def isolation(self) -> str:
+        return "bubblewrap" if self._isolated else "none"
+
+    def inside(self, mount: Mount) -> str:
+        return mount.target if self._isolated else str(mount.source)
+
+    async def start(self) -> None:
+        if self._state != "new":
+            raise RuntimeFault(f"{self.spec.label} was already started")
+        why = await asyncio.to_thread(bwrap.missing) if self.spec.isolation != "none" else "not wanted"
+        if why and self.spec.isolation == "bubblewrap":
+            raise RuntimeUnavailable(f"no isolation: {why}")
+        self._isolated = not why
+        self._port = self._relay_port()
+        try:
+            await asyncio.to_thread(self._make_places)
+        except FileExistsError as error:
+            raise RuntimeFault(f"{self._places.base} exists: the attempt ran before and wasn't reaped") from error
+        except OSError as error:
+            await self.stop()
+            raise RuntimeUnavailable(f"cannot make {self._places.base}: {error.strerror}") from error
+        self._state = "started"
+
+    def _relay_port(self) -> int:
+        spec = self.spec
+        if spec.network != "proxy" or spec.proxy_socket is None:
+            if spec.network == "proxy" and self._isolated and spec.proxy_url:
+                raise ConfigError("a sandbox reaches the proxy by its Unix socket only", "runtime.proxy_socket")
+            return 0
+        _check_socket_dir(spec.proxy_socket)
+        if self._isolated:
+            return RELAY_PORT
+        return 0 if spec.proxy_url else _free_port()
+
+    def _make_places(self) -> None:
+        places = self._places
+        places.base.mkdir(parents=True, mode=0o700)
+        self._state = "started"
+        for path in (places.work, places.home, places.tmp):
+            path.mkdir()
+        if self._isolated:
+            self._etc = bwrap.write_etc(places.etc, self._uid, self._gid, _HOME)
+        found = cgroup.find() if self.spec.options.get("cgroup") != "off" else None
+        if found is not None:
+            group = cgroup.Cgroup(found, self.spec.label)
+            with contextlib.suppress(OSError):
+                group.create(self.spec.limits.memory_mb, self.spec.limits.pids, self.spec.limits.cpus)
+                self._group = group
+        groups = [] if self._group is None else list(self._group.paths.values())
+        self._ledger.write(self.spec.label, "local", [str(p) for p in groups])
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout: float | None = None,
+        on_output: OnOutput | None = None,
+        stdin: bytes | None = None,
+        proxy: bool = False,
+    ) -> ExecResult:
+        if self._state != "started":
+            raise RuntimeFault(f"{self.spec.label} isn't running")
+        limits = self.spec.limits
+        output = Output(on_output, int(limits.log_mb * (1 << 20)))
+        inner = self._relay(checked_argv(argv), cwd or self.workdir, proxy)
+        before = self._group.exhausted() if self._group else (0, 0)
+        with SandboxStatus() as status:
+            line = self._sandboxed(inner, status.write_fd) if self._isolated else inner
+            started = await Process.start(
+                self._entering(line),
+                self._environment(env),
+                str(self._places.base),
+                output,
+                stdin=stdin is not None,
+                pass_fds=[status.write_fd] if self._isolated else [],
+            )
+            status.close_write()
+            handle = ProcessHandle(started.pid, skip=2 if self._isolated else 0)
+            sampler = Sampler(handle, limits, self._group, [self._places.work, self._places.home, self._places.tmp])
+            ended = await self._attend(started, handle, sampler, stdin, timeout)
+            if self._isolated and not status.was_set_up():
+                raise RuntimeUnavailable(f"bubblewrap: {output.tail.strip()[-500:]}")
+        exhausted = sampler.exhausted or (self._group.which(before) if self._group else "")
+        return ExecResult(
+            ended.code, ended.timed_out, output.tail, output.bytes, ended.duration_s, output.stdout, exhausted
+        )
+
+    async def _attend(
+        self, started: Process, handle: ProcessHandle, sampler: Sampler, stdin: bytes | None, timeout: float | None
+    ) -> Ended:
+        limits = self.spec.limits
+        self._running.add(handle)
+        self._ledger.running(handle.id)
+        watch = spawn(sampler.run(), name="sampler")
+        try:
+            return await started.run(
+                stdin=stdin, timeout=timeout, grace=limits.grace_s, terminate=handle.terminate, kill=handle.kill
+            )
+        finally:
+            await cancel_and_wait(watch)
+            self._running.discard(handle)
+            self._ledger.ended(handle.id)
+            self._add(sampler)
+
+    def _add(self, sampler: Sampler) -> None:
+        group = self._group
+        self._stats = RuntimeStats(
+            max(self._stats.peak_rss, group.peak_memory() if group else sampler.peak_rss),
+            group.cpu_s() if group else self._stats.cpu_s + sampler.cpu_s,
+            max(self._stats.peak_procs, sampler.peak_procs),
+        )
+
+    def _relay(self, argv: list[str], cwd: str, proxy: bool) -> list[str]:
+        limits = self.spec.limits
+        python, _ = bwrap.system_python()
+        relay = "/polar/relay.py" if self._isolated else str(_RELAY)
+        line = [python, "-I", "-S", relay, "--grace", str(limits.grace_s), "--chdir", cwd, "--limit", "core=0"]
+        line += ["--limit", f"fsize={limits.disk_mb << 20}"]
+        if self._group is None:
+            line += ["--limit", f"data={limits.memory_mb << 21}"]
+            line += ["--limit", f"nproc={limits.pids}"] if self._isolated else []
+        if proxy and self._port and self.spec.proxy_socket is not None:
+            path = f"/polar/proxy/{self.spec.proxy_socket.name}" if self._isolated else str(self.spec.proxy_socket)
+            line += ["--listen", str(self._port), "--socket", path]
+        return [*line, *([] if self._isolated else ["--adopt"]), "--", *argv]
+
+    def _sandboxed(self, inner: list[str], status_fd: int) -> list[str]:
+        spec, places = self.spec, self._places
+        read_only = [*self._etc, Mount(_RELAY, "/polar/relay.py"), *bwrap.system_python()[1], *spec.mounts]
+        if spec.network == "proxy" and spec.proxy_socket is not None:
+            read_only.append(Mount(spec.proxy_socket.absolute().parent, "/polar/proxy"))
+        if spec.network == "host":
+            read_only.append(Mount(Path(os.path.realpath("/etc/resolv.conf")), "/etc/resolv.conf"))
+        return bwrap.command(
+            bwrap.prefix(self._uid, self._gid, share_net=spec.network == "host"),
+            read_only=read_only,
+            writable={"/tmp": places.tmp, _HOME: places.home, spec.workdir: places.work},
+            status_fd=status_fd,
+            argv=inner,
+        )
+
+    def _entering(self, line: list[str]) -> list[str]:
+        """Enter the control group before anything else happens; arguments are never parsed by the shell."""
+        if self._group is None:
+            return line
+        files = self._group.entry_files()
+        return ["/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *line]
+
+    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
+        tmp = "/tmp" if self._isolated else str(self._places.tmp)
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        base = {"HOME": self.home, "PATH": path, "TMPDIR": tmp, "LANG": "C.UTF-8", "TERM": "dumb", "SHELL": "/bin/sh"}
+        base |= {"USER": "agent", "LOGNAME": "agent", ledger.VARIABLE: self.spec.label}
+        return {**base, **self.spec.env, **checked_env(env or {}), ledger.VARIABLE: self.spec.label}
+
+    def _find(self, path: str) -> tuple[Beneath, str]:
+        """The host directory and relative path of an inside path."""
+        places = self._places
+        if not path.startswith("/"):
+            return Beneath(places.work), path
+        tmp = "/tmp" if self._isolated else str(places.tmp)
+        for inside, host in ((self.workdir, places.work), (self.home, places.home), (tmp, places.tmp)):
+            if path == inside or path.startswith(inside.rstrip("/") + "/"):
+                return Beneath(host), path[len(inside) :].strip("/") or "."
+        raise RuntimeFault(f"{path} is in neither the working directory nor HOME nor /tmp")
+
+    async def upload(self, data: bytes | Mapping[str, bytes], dest: str | None = None) -> None:
+        await asyncio.to_thread(self._upload, data, dest or self.workdir)
+
+    def _upload(self, data: bytes | Mapping[str, bytes], dest: str) -> None:
+        limit = self.spec.limits.disk_mb << 20
+        for entry in archive.entries(data, max_bytes=limit):
+            path = entry.path if entry.path.startswith("/") else f"{dest.rstrip('/')}/{entry.path}"
+            root, relative = self._find(path)
+            try:
+                entry.write(root, relative)
+            except OSError as error:
+                raise RuntimeFault(f"cannot write {path}: {error.strerror}") from error
+
+    async def download(self, paths: Sequence[str], *, max_bytes: int = 64 << 20) -> dict[str, bytes]:
+        return await asyncio.to_thread(self._download, paths, max_bytes)
+
+    def _download(self, paths: Sequence[str], max_bytes: int) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for path in paths:
+            root, relative = self._find(path)
+            for file in root.files(relative):
+                name = os.fsdecode(file)
+                key = path if relative != "." and name == relative else f"{path.rstrip('/')}/{_below(name, relative)}"
+                left = max_bytes - sum(map(len, found.values()))
+                with contextlib.suppress(OSError):
+                    found[key] = root.read(file, max(0, left))
+        return found
+
+    async def cancel(self) -> None:
+        for handle in list(self._running):
+            await handle.kill()
+
+    async def stop(self) -> None:
+        if self._state == "new":
+            self._state = "stopped"
+        if self._state == "stopped":
+            return
+        self._state = "stopping"
+        for handle in list(self._running):
+            await handle.end(self.spec.limits.grace_s)
+        await asyncio.to_thread(self._clear)
+        self._state = "stopped"
+
+    def _clear(self) -> None:
+        if self._group is not None:
+            self._group.kill()
+            self._stats = RuntimeStats(
+                max(self._stats.peak_rss, self._group.peak_memory()), self._group.cpu_s(), self._stats.peak_procs
+            )
+            self._group.remove()
+        elif not self._isolated:
+            ledger.kill_labelled(self.spec.label)
+        try:
+            remove_tree(self._places.base)
+        except OSError as error:
+            raise RuntimeFault(str(error)) from error
+
+    async def stats(self) -> RuntimeStats:
+        return self._stats
+
+    def _git_dir(self) -> Path:
+        return self._places.git
+
+    async def _tree(self) -> list[Node]:
+        return await asyncio.to_thread(Beneath(self._places.work).nodes)
+
+    async def _apply(self, changes: Sequence[Change]) -> None:
+        await asyncio.to_thread(Beneath(self._places.work).apply, list(changes))
+
+
+class ProcessHandle:
+    """One running `exec`. `skip`: how many processes at the top of the tree are bubblewrap's own."""
+
+    def __init__(self, pid: int, skip: int) -> None:
+        self.id = procs.ProcessId.of(pid) or procs.ProcessId(pid, 0)
+        self._skip = skip
+
+    def members(self) -> list[int]:
+        """The command's processes, the relay among them."""
+        return procs.tree(self.id.pid)[self._skip :] if self.id.alive() else []
+
+    async def terminate(self) -> None:
+        """SIGTERM to all."""
+        procs.send(self.members(), 15)
+
+    async def kill(self) -> None:
+        """SIGKILL to all, bubblewrap included, forking or not."""
+        await asyncio.to_thread(procs.kill_tree, self.id)
+
+    async def end(self, grace: float) -> None:
+        """SIGTERM, then SIGKILL after `grace` seconds."""
+        await self.terminate()
+        for _ in range(int(grace / 0.05)):
+            if not self.id.alive():
+                return
+            await asyncio.sleep(0.05)
+        await self.kill()
+
+
+def _below(name: str, relative: str) -> str:
+    return name if relative == "." else name[len(relative) :].lstrip("/")
+
+
+def _number(text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"must be uid or uid:gid in numbers: {text!r}", "runtime.user")
+    return int(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _check_socket_dir(path: Path) -> None:
+    others = [p.name for p in path.absolute().parent.iterdir() if not p.is_socket()] if path.parent.is_dir() else ["?"]
+    if others:
+        raise ConfigError(f"{path.parent} must exist and hold nothing but sockets, found {others[:3]}", "proxy_socket")

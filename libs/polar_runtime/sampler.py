@@ -1,0 +1,92 @@
+"""Watches one running command: its peaks, and the limits that nothing harder enforces."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from polar_runtime import procs
+from polar_runtime.base import Limits, Resource
+from polar_runtime.cgroup import Cgroup
+
+__all__ = ["Sampler", "Watched"]
+
+_FIRST_S, _SLOWEST_S = 0.1, 2.0
+_DISK_EVERY = 20.0  # a look at the disk may take this fraction of the time at most
+
+
+class Watched(Protocol):
+    """What a sampler looks at and may end."""
+
+    def members(self) -> list[int]:
+        """Pids on this host."""
+
+    async def kill(self) -> None:
+        """End all of them."""
+
+
+class Sampler:
+    """`run` until cancelled. With a control group only the peaks and the disk are left to watch."""
+
+    def __init__(self, watched: Watched, limits: Limits, group: Cgroup | None, directories: Sequence[Path]) -> None:
+        self.peak_rss = 0
+        self.cpu_s = 0.0
+        self.peak_procs = 0
+        self.exhausted: Resource = ""
+        self._watched = watched
+        self._limits = limits
+        self._group = group
+        self._directories = directories
+        self._disk_due = time.monotonic() + 1.0
+
+    async def run(self) -> None:
+        """Sample, first often, then ever less often down to every two seconds; every 0.25 s without a control group."""
+        pause = _FIRST_S
+        while not self.exhausted:
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _SLOWEST_S if self._group else 0.25)
+            self._look()
+            if not self.exhausted and time.monotonic() >= self._disk_due:
+                await self._look_at_disk()
+        await self._watched.kill()
+
+    def _look(self) -> None:
+        pids = self._group.pids() if self._group else self._watched.members()
+        if self._group:
+            self.peak_procs = max(self.peak_procs, len(pids))
+            return
+        now = procs.usage(pids)
+        self.peak_rss = max(self.peak_rss, now.rss)
+        self.cpu_s = max(self.cpu_s, now.cpu_s)
+        self.peak_procs = max(self.peak_procs, now.procs)
+        if now.rss > self._limits.memory_mb << 20:
+            self.exhausted = "memory"
+        elif now.procs > self._limits.pids:
+            self.exhausted = "pids"
+
+    async def _look_at_disk(self) -> None:
+        began = time.monotonic()
+        used = await disk_usage(self._directories)
+        took = time.monotonic() - began
+        self._disk_due = time.monotonic() + max(1.0, took * _DISK_EVERY)
+        if used > self._limits.disk_mb << 20:
+            self.exhausted = "disk"
+
+
+async def disk_usage(directories: Sequence[Path]) -> int:
+    """Bytes allocated below the directories, other file systems left out."""
+    process = await asyncio.create_subprocess_exec(
+        "du", "-sxk", "--", *map(os.fspath, directories),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        out, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    return sum(int(line.split(b"\t", 1)[0]) for line in out.splitlines() if line[:1].isdigit()) << 10
