@@ -1,0 +1,270 @@
+"""Publishing and reading the log. Every publish awaits its acknowledgement and every refusal is resolved, not judged.
+
+`once` writes a fact that may happen once (expected sequence 0 on its own subject); `transition` writes a session's
+next fact behind the session's fence; `batch` writes facts that belong together. Answers that say "somebody was first"
+or nothing at all are resolved by reading the subject's last message from the leader: the same body means success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import nats
+import nats.errors
+import orjson
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+
+from polar_common import subjects
+from polar_common.errors import BusError, Conflict, NotFound, Stale, Unavailable
+from polar_common.events import Event, SessionEvent, encode
+from polar_common.ids import new_id, segment_of
+from polar_common.topology import events_stream
+
+from .read import Stored, direct_get, leader_get
+
+__all__ = ["Bus", "Published", "Stored"]
+
+ELSS = "Nats-Expected-Last-Subject-Sequence"
+ELSF = "Nats-Expected-Last-Subject-Sequence-Subject"
+MSG_ID = "Nats-Msg-Id"
+BODY = "Polar-Body"
+"""Hash of what the message says (`Event.body_hash`, or sha256 of a trace): decides whether a repeat is the same."""
+
+_STALE, _IN_FLIGHT, _BATCH_DUPLICATE = 10071, 10164, 10201
+_FULL = (10077, 10047, 10023)
+_TRIES = 8
+_TIMEOUT_S = 5.0
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where a message is. `duplicate`: it had been there before."""
+
+    sequence: int
+    duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused(Exception):
+    code: int
+    text: str
+
+
+class Bus:
+    """A connection to the log for one service instance. `producer` is stamped on its events."""
+
+    def __init__(self, nc: Client, producer: str) -> None:
+        self.nc = nc
+        self.js: JetStreamContext = nc.jetstream(timeout=_TIMEOUT_S)
+        self.producer = producer
+
+    @classmethod
+    async def connect(cls, url: str, producer: str, *, user: str = "", password: str = "", wait_s: float = 30.0) -> Bus:
+        """Connect, waiting up to `wait_s` seconds for the server. Reconnects for ever afterwards.
+
+        Raises Unavailable if no server answers.
+        """
+
+        async def on_error(error: Exception) -> None:
+            _log.warning("nats", error=repr(error), producer=producer)
+
+        options: dict[str, Any] = {"user": user, "password": password} if user else {}
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while True:
+            try:
+                nc = await nats.connect(
+                    url,
+                    name=producer,
+                    error_cb=on_error,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.2,
+                    connect_timeout=2,
+                    allow_reconnect=True,
+                    pending_size=64 << 20,
+                    **options,
+                )
+                return cls(nc, producer)
+            except (OSError, nats.errors.Error, TimeoutError) as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise Unavailable(f"no NATS server at {url}: {error!r}") from error
+                await asyncio.sleep(0.2)
+
+    async def close(self) -> None:
+        """Flush and disconnect."""
+        if self.nc.is_connected:
+            try:
+                await self.nc.flush(timeout=2)
+            except nats.errors.Error as error:
+                _log.warning("flush before closing failed", error=repr(error))
+        await self.nc.close()
+
+    # -- publishing
+
+    async def once(self, event: Event) -> Published:
+        """Publish a fact that may happen once. A repeat with the same body succeeds.
+
+        Raises Conflict if the subject holds another body, Unavailable if JetStream gives no answer.
+        """
+        return await self.once_raw(event.subject(), encode(self._stamped(event)), event.body_hash(), event.event_id)
+
+    async def once_raw(self, subject: str, body: bytes, body_hash: str, message_id: str = "") -> Published:
+        """`once` for bodies that aren't events (traces, blobs)."""
+        headers = {ELSS: "0", BODY: body_hash, **({MSG_ID: message_id} if message_id else {})}
+        try:
+            return await self._resolved(subject, body, headers, body_hash)
+        except Stale as stale:
+            raise Conflict(f"{subject} already holds another body") from stale
+
+    async def transition(self, event: SessionEvent, after: int) -> Published:
+        """Publish a session's next fact; `after` is the session's last sequence as read.
+
+        Raises Stale if anything else happened to the session meanwhile: read it again and decide anew.
+        """
+        headers = {
+            ELSS: str(after),
+            ELSF: subjects.session_filter(event.session),
+            MSG_ID: event.event_id,
+            BODY: event.body_hash(),
+        }
+        body = encode(self._stamped(event))
+        return await self._resolved(event.subject(), body, headers, event.body_hash())
+
+    async def batch(self, events: Sequence[Event], *, fence: tuple[str, int] | None = None) -> Published:
+        """Publish all events or none (at most 500, one stream). `fence`: (session, its last sequence as read).
+
+        A repeat of a committed batch succeeds. Raises Stale if the fence or one of the subjects was taken.
+        """
+        if not 1 <= len(events) <= 500:
+            raise BusError(f"a batch holds 1 to 500 events, not {len(events)}")
+        last = events[-1]
+        for attempt in range(_TRIES):
+            try:
+                return await self._send_batch(events, fence)
+            except (_Refused, TimeoutError, nats.errors.Error) as error:
+                found = await self._same_as_stored(last.subject(), last.body_hash())
+                if found is not None:
+                    return found
+                if isinstance(error, _Refused) and error.code not in (_IN_FLIGHT, _BATCH_DUPLICATE):
+                    raise _error_for(error, last.subject()) from error
+            await _pause(attempt)
+        raise Unavailable(f"no answer to a batch ending in {last.subject()}")
+
+    async def _send_batch(self, events: Sequence[Event], fence: tuple[str, int] | None) -> Published:
+        batch_id = new_id()
+        for number, event in enumerate(events, 1):
+            headers = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(number), BODY: event.body_hash()}
+            if fence is not None and number == 1:
+                headers |= {ELSS: str(fence[1]), ELSF: subjects.session_filter(fence[0])}
+            else:
+                headers[ELSS] = "0"
+            body = encode(self._stamped(event))
+            if number < len(events):
+                await self.nc.publish(event.subject(), body, headers=headers)
+                continue
+            headers["Nats-Batch-Commit"] = "1"
+            return await self._request(event.subject(), body, headers)
+        raise BusError("empty batch")
+
+    def _stamped(self, event: Event) -> Event:
+        return event if event.producer else event.model_copy(update={"producer": self.producer})
+
+    async def _request(self, subject: str, body: bytes, headers: dict[str, str]) -> Published:
+        answer = orjson.loads((await self.nc.request(subject, body, timeout=_TIMEOUT_S, headers=headers)).data)
+        if error := answer.get("error"):
+            raise _Refused(int(error.get("err_code") or error.get("code") or 0), str(error.get("description")))
+        return Published(int(answer["seq"]), bool(answer.get("duplicate")))
+
+    async def _resolved(self, subject: str, body: bytes, headers: dict[str, str], body_hash: str) -> Published:
+        for attempt in range(_TRIES):
+            try:
+                return await self._request(subject, body, headers)
+            except _Refused as refused:
+                if refused.code not in (_STALE, _IN_FLIGHT, _BATCH_DUPLICATE):
+                    raise _error_for(refused, subject) from refused
+                found = await self._same_as_stored(subject, body_hash)
+                if found is not None:
+                    return found
+                if refused.code == _STALE:
+                    raise Stale(f"{subject}: {refused.text}") from refused
+            except (TimeoutError, nats.errors.Error) as error:
+                _log.warning("no answer to a publish", subject=subject, error=repr(error), attempt=attempt)
+                found = await self._same_as_stored(subject, body_hash)
+                if found is not None:
+                    return found
+            await _pause(attempt)
+        raise Unavailable(f"no answer to a publish on {subject}")
+
+    async def _same_as_stored(self, subject: str, body_hash: str) -> Published | None:
+        """The message on `subject` if it is the one we meant; None if the subject is empty or can't be read."""
+        try:
+            stored = await self.last(subject)
+        except Unavailable:
+            return None
+        if stored is None:
+            return None
+        if stored.body_hash == body_hash:
+            return Published(stored.sequence, duplicate=True)
+        raise Stale(f"{subject} holds another body")
+
+    # -- reading
+
+    async def last(self, subject: str, stream: str = "") -> Stored | None:
+        """The last message on a subject or pattern, from the leader; None if there is none."""
+        return await leader_get(self.nc, stream or await self._stream_of(subject), subject)
+
+    async def read(self, stream: str, filters: Sequence[str], *, up_to: int = 0) -> list[Stored]:
+        """The last message of every subject that matches, by sequence. `up_to`: only sequences ≤ it (0: all).
+
+        May be stale on replicated streams; where "nothing there" matters, ask `last` first.
+        """
+        return await direct_get(self.nc, stream, filters, up_to)
+
+    async def read_session(self, session: str, *, up_to: int = 0, completions: bool = True) -> list[Stored]:
+        """All of one session's transitions and completions, by sequence; empty if it doesn't exist."""
+        filters = [subjects.session_filter(session)]
+        if completions:
+            filters.append(subjects.completion_filter(session))
+        return await self.read(events_stream(segment_of(session)), filters, up_to=up_to)
+
+    async def _stream_of(self, subject: str) -> str:
+        kind, _, rest = subject.removeprefix("polar.").partition(".")
+        match kind:
+            case "events":
+                return events_stream(rest.partition(".")[0])
+            case "blobs":
+                return f"POLAR_BLOBS_{rest.partition('.')[0]}"
+            case "traces":
+                return "POLAR_TRACES"
+            case "dlq":
+                return "POLAR_DLQ"
+        raise NotFound(f"no stream holds {subject}")
+
+    async def reply(self, msg: Msg, body: bytes, *, timeout: float = 5.0) -> None:
+        """Answer a delivered message (ack, nak, in-progress, term) and wait until the server has it.
+
+        Raises Unavailable if it doesn't confirm: a lease that isn't confirmed isn't held.
+        """
+        try:
+            await self.nc.request(msg.reply, body, timeout=timeout)
+        except (TimeoutError, nats.errors.Error) as error:
+            raise Unavailable(f"no confirmation of {body[:16]!r}: {error!r}") from error
+
+
+def _error_for(refused: _Refused, subject: str) -> BusError:
+    if refused.code == _STALE:
+        return Stale(f"{subject}: {refused.text}")
+    if refused.code in _FULL:
+        return Unavailable(f"{subject}: the log is full or out of resources: {refused.text}")
+    return BusError(f"{subject}: {refused.text} ({refused.code})")
+
+
+async def _pause(attempt: int) -> None:
+    await asyncio.sleep(random.uniform(0.5, 1.0) * min(2.0, 0.02 * 2**attempt))

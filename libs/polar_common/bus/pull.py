@@ -1,0 +1,82 @@
+"""Long-poll pulls of a consumer: messages as they come, a heartbeat while there are none, and a notice when it's gone.
+
+nats-py's `fetch(n)` waits for all n messages or its timeout; here each message is handed out as it arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import nats.errors
+import orjson
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from polar_common.errors import NotFound, Unavailable
+
+__all__ = ["Pull"]
+
+_EXPIRES_S = 10.0
+_HEARTBEAT_S = 2.5
+
+
+class Pull:
+    """Pull requests against one consumer. Ask for messages with `want`, take them with `next`."""
+
+    def __init__(self, nc: Client, stream: str, consumer: str) -> None:
+        self._nc = nc
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._name = f"{stream}/{consumer}"
+        self._inbox = nc.new_inbox()
+        self._sub: Subscription | None = None
+        self._pending = 0
+        self.heard = asyncio.get_running_loop().time()
+        """Loop time at which the server last sent anything, heartbeats included."""
+
+    @property
+    def pending(self) -> int:
+        """Messages asked for and neither delivered nor expired."""
+        return self._pending
+
+    async def want(self, count: int) -> None:
+        """Ask for `count` more messages; the request stands for ten seconds."""
+        if self._sub is None:
+            self._sub = await self._nc.subscribe(self._inbox, pending_msgs_limit=-1, pending_bytes_limit=-1)
+        body = {"batch": count, "expires": int(_EXPIRES_S * 1e9), "idle_heartbeat": int(_HEARTBEAT_S * 1e9)}
+        self._pending += count
+        await self._nc.publish(self._subject, orjson.dumps(body), reply=self._inbox)
+
+    async def next(self, timeout: float) -> Msg | None:
+        """The next message, or None after `timeout` seconds, at a heartbeat, or when a request expired.
+
+        Raises NotFound if the consumer is gone, Unavailable if the server is silent.
+        """
+        if self._sub is None:
+            await asyncio.sleep(timeout)
+            return None
+        try:
+            msg = await self._sub.next_msg(timeout=timeout)
+        except (TimeoutError, nats.errors.TimeoutError):
+            return None
+        except nats.errors.Error as error:
+            raise Unavailable(f"{self._name}: {error!r}") from error
+        self.heard = asyncio.get_running_loop().time()
+        status = (msg.headers or {}).get("Status", "") if not msg.data else ""
+        if not status:
+            self._pending = max(0, self._pending - 1)
+            return msg
+        if status == "100":
+            return None
+        left = (msg.headers or {}).get("Nats-Pending-Messages")
+        self._pending = max(0, self._pending - int(left)) if left else 0
+        description = (msg.headers or {}).get("Description", "")
+        if status == "503" or (status == "409" and "Consumer Deleted" in description):
+            raise NotFound(f"{self._name} is gone: {status} {description}")
+        return None
+
+    async def close(self) -> None:
+        if self._sub is not None and not self._nc.is_closed:
+            await self._sub.unsubscribe()
+        self._sub = None
+        self._pending = 0

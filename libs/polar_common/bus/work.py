@@ -1,0 +1,167 @@
+"""Leased work: a consumer's messages handed to a handler, at most `slots` at a time, renewed while it runs.
+
+A lease that the server hasn't confirmed for 20 seconds (monotonic clock) is lost: `Lease.lost` is set and the handler
+is cancelled, before the server gives the work to somebody else at 30.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import nats.errors
+import structlog
+from nats.aio.msg import Msg
+
+from polar_common.errors import BusError, Unavailable
+from polar_common.tasks import cancel_and_wait, spawn
+from polar_common.topology import ACK_WAIT_S, ConsumerSpec
+
+from .client import Bus
+from .poison import settle
+from .pull import Pull
+from .read import Stored, from_delivery
+
+__all__ = ["Lease", "Worker"]
+
+RENEW_S = ACK_WAIT_S / 3
+LOST_S = ACK_WAIT_S * 2 / 3
+_log = structlog.get_logger(__name__)
+
+
+class Lease:
+    """One message under lease."""
+
+    def __init__(self, bus: Bus, msg: Msg) -> None:
+        self._bus = bus
+        self._msg = msg
+        self.stored: Stored = from_delivery(msg)
+        self.deliveries = msg.metadata.num_delivered
+        self.lost = asyncio.Event()
+        """Set when the lease may have passed to somebody else."""
+
+    async def keep(self) -> None:
+        """Renew until cancelled; returns when the lease is lost."""
+        loop = asyncio.get_running_loop()
+        confirmed = loop.time()
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self._bus.reply(self._msg, b"+WPI", timeout=RENEW_S / 2)
+                confirmed = loop.time()
+            except Unavailable as error:
+                _log.warning("lease not confirmed", subject=self.stored.subject, error=repr(error))
+            if loop.time() - confirmed > LOST_S:
+                self.lost.set()
+                return
+
+    async def ack(self) -> None:
+        """The work is done; waits for the server's confirmation."""
+        await self._bus.reply(self._msg, b"+ACK")
+
+    async def fail(self, consumer: str, error: BaseException) -> None:
+        """Hand the message to the poison policy."""
+        await settle(self._bus, consumer, self._msg, error)
+
+
+class Worker:
+    """Runs `handler` for each message of a durable consumer. `slots()` says how many more it may take right now."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        spec: ConsumerSpec,
+        handler: Callable[[Lease], Awaitable[None]],
+        slots: int | Callable[[], int] = 1,
+    ) -> None:
+        self._bus = bus
+        self._spec = spec
+        self._handler = handler
+        self._slots: Callable[[], int] = slots if callable(slots) else _constant(slots)
+        self._running: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+
+    @property
+    def active(self) -> int:
+        """Messages being handled."""
+        return len(self._running)
+
+    def wake(self) -> None:
+        """Call when `slots()` may have grown."""
+        self._wake.set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set; then take nothing new and wait for what runs."""
+        while not stop.is_set():
+            pull = Pull(self._bus.nc, self._spec.stream, self._spec.durable)
+            try:
+                await self._pulling(pull, stop)
+            except (BusError, nats.errors.Error) as error:
+                if self._bus.nc.is_closed:
+                    break
+                _log.info("pulling again", consumer=self._spec.durable, error=repr(error))
+                await asyncio.sleep(0.5)
+            finally:
+                await pull.close()
+        if self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def abandon(self) -> None:
+        """Cancel what runs; its leases lapse and others take over."""
+        await cancel_and_wait(*self._running)
+
+    async def _pulling(self, pull: Pull, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            free = self._slots() - len(self._running) - pull.pending
+            if free > 0:
+                await pull.want(free)
+            if pull.pending == 0:
+                self._wake.clear()
+                try:
+                    await asyncio.wait_for(self._wake.wait(), 0.25)
+                except TimeoutError:
+                    continue
+                continue
+            msg = await pull.next(0.5)
+            if msg is not None:
+                task = spawn(self._one(msg), name=f"{self._spec.durable}:{msg.subject}")
+                self._running.add(task)
+                task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._wake.set()
+
+    async def _one(self, msg: Msg) -> None:
+        lease = Lease(self._bus, msg)
+        keeper = spawn(lease.keep(), name="lease")
+        work = spawn(_call(self._handler, lease), name="handler")
+        try:
+            await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                _log.error("lease lost", subject=msg.subject)
+                await cancel_and_wait(work)
+                return
+            error = work.result()
+            if error is None:
+                await lease.ack()
+            else:
+                await lease.fail(self._spec.durable, error)
+        except BusError as error:
+            # The server will deliver it again; handlers are idempotent by state.
+            _log.warning("settling failed", subject=msg.subject, error=repr(error))
+        finally:
+            await cancel_and_wait(keeper, work)
+
+
+async def _call(handler: Callable[[Lease], Awaitable[None]], lease: Lease) -> Exception | None:
+    """The handler's error as a value: it belongs to the poison policy, not to the task's log line."""
+    try:
+        await handler(lease)
+    except Exception as error:
+        return error
+    return None
+
+
+def _constant(value: int) -> Callable[[], int]:
+    return lambda: value

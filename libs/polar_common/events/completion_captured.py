@@ -1,0 +1,161 @@
+"""A model call was answered; the token ids and log-probs are those the engine really sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from polar_common import subjects
+from polar_common.packing import BlobRef, Column
+
+from .base import SessionEvent
+
+ParentBy = Literal["none", "minted", "hint", "longest", "adopted"]
+ChainClass = Literal[
+    "continued", "root", "subagent", "compaction", "head_changed", "edited", "thinking", "bridge_refused",
+    "unknown_parent", "native",
+]  # fmt: skip
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="null")
+
+
+class PromptRef(_Part):
+    """Prompt ids as what an earlier completion's whole context (prompt + sampled) shares, plus the new ids.
+
+    prompt = (base.prompt + base.sampled)[:shared] + new. `base` is "" for a full snapshot.
+    """
+
+    base: str = ""
+    shared: Annotated[int, Field(ge=0)] = 0
+    new: Column
+    length: Annotated[int, Field(ge=0)]
+    """Of the resolved prompt."""
+
+
+class MessagesRef(_Part):
+    """The harness's messages: the first `shared` of `base`'s messages, then `new` bodies.
+
+    A body is the JSON form of `polar_render.messages.Message`, or `{"echo": <completion>}` where the harness sent back
+    that completion's own answer (canonically equal).
+    """
+
+    base: str = ""
+    shared: Annotated[int, Field(ge=0)] = 0
+    new: tuple[dict[str, Any], ...] = ()
+    blob: BlobRef | None = None
+    """Holds `new` as a JSON list where it's too large to be inline."""
+
+
+class HeadRef(_Part):
+    """Tools, response format and template arguments; the body only in the first completion that has this hash."""
+
+    hash: str
+    body: dict[str, Any] | None = None
+    blob: BlobRef | None = None
+    at: str = ""
+    """The completion that holds the body, where this one doesn't."""
+
+
+class VersionSpan(_Part):
+    """From sampled index `start` on, `version` sampled."""
+
+    version: str
+    start: Annotated[int, Field(ge=0)]
+
+
+class SamplingUsed(_Part):
+    """Every field as sent to the engine; nothing is left to an engine's default."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+
+
+class EngineFacts(_Part):
+    """Which engine sampled, with what."""
+
+    name: str
+    replica: str
+    model: str
+    weights_hash: str = ""
+    dtype: str = ""
+    logprob_kind: Literal["processed", "raw", "none"] = "processed"
+    tokenizer_hash: str = ""
+    template_hash: str = ""
+    renderer: str = ""
+    renderer_version: str = ""
+
+
+class CompletionCaptured(SessionEvent):
+    """`completion` is also the engine's request id. One event per choice."""
+
+    kind: Literal["completion.captured"] = "completion.captured"
+    completion: str
+    dialect: str
+    stream: bool
+    model: str
+    """As the harness named it."""
+    request_hash: str
+    """Identity for retries: stream flags, cache and billing fields and metadata don't count."""
+    head: HeadRef
+    messages: MessagesRef
+    prompt: PromptRef
+    sampled: Column
+    logprobs: Column | None = None
+    """float32, one per sampled id; None where the engine gave none."""
+    finish: Literal["stop", "length", "stop_string", "tool_calls"]
+    closed: bool
+    """The sample ends with an end-of-turn id."""
+    untrainable: str = ""
+    """"" or the reason: no_token_ids, no_logprobs, invalid_logprobs, length_mismatch, greedy, penalties, logit_bias,
+    raw_logprobs, engine_retokenised, truncated_sampling."""
+    context: Literal["exact", "native"] = "exact"
+    parent: str = ""
+    parent_by: ParentBy = "none"
+    parent_ambiguous: bool = False
+    chain_class: ChainClass = "root"
+    context_exact: bool | None = True
+    """The engine reported just the prompt ids that were sent; None where it reports none."""
+    context_faithful: bool = True
+    additions: tuple[str, ...] = ()
+    native_equal: bool | None = None
+    choice: int = 0
+    parallel_of: str = ""
+    """First completion of the same request where several were sampled in parallel (n > 1)."""
+    prefill_tokens: int = 0
+    """Sampled-role ids at the end of the prompt that the harness prefilled."""
+    sampling_asked: dict[str, Any] = {}
+    sampling: SamplingUsed
+    constrained: bool = False
+    versions: tuple[VersionSpan, ...] = ()
+    policy_seq: int = 0
+    cached_tokens: int = 0
+    kv_salt: str = ""
+    kv_mixed: bool = False
+    engine: EngineFacts
+    agent: str = ""
+    parent_agent: str = ""
+    dropped: tuple[str, ...] = ()
+    """JSON paths of what the harness sent and the engine couldn't be told."""
+    delivered: tuple[str, ...] = ()
+    """Earlier completions of the attempt seen delivered since the last event."""
+    replay_of: str = ""
+    started: float = 0.0
+    """Unix seconds when the request had been read."""
+    ttft_s: float = 0.0
+    duration_s: float = 0.0
+    usage: dict[str, int] = {}
+
+    def subject(self) -> str:
+        return subjects.completion(self.session, self.attempt, self.completion, "captured")

@@ -1,0 +1,25 @@
+"""What an attempt left behind, as blobs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from polar_common import subjects
+from polar_common.packing import BlobRef
+
+from .base import SessionEvent
+
+
+class SessionArtifacts(SessionEvent):
+    kind: Literal["session.artifacts"] = "session.artifacts"
+    patch: BlobRef | None = None
+    """Binary git diff of the working directory; None where nothing changed."""
+    log: BlobRef | None = None
+    """Capped standard output and error."""
+    answer: BlobRef | None = None
+    """Standard output alone."""
+    files: dict[str, BlobRef] = {}
+    postrun_s: float = 0.0
+
+    def subject(self) -> str:
+        return subjects.session(self.session, self.attempt, "artifacts")

@@ -1,0 +1,37 @@
+"""The harness of an attempt ended, and how."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from polar_common import subjects
+
+from .base import SessionEvent
+
+Fault = Literal["none", "agent", "harness", "infra"]
+InfraCause = Literal["", "node_lost", "daemon", "image", "engine", "owner_silent", "poison", "queue_expired"]
+
+
+class SessionExited(SessionEvent):
+    """`fault` says on whose side the end was; `infra` needs evidence outside the session.
+
+    agent: own limits used up (`timed_out`, `resource_exhausted`, `environment_broken`); evaluated all the same.
+    harness: the CLI is missing, crashed, or refused; not evaluated. infra: attempted again.
+    """
+
+    kind: Literal["session.exited"] = "session.exited"
+    exit_code: int | None
+    """None where nothing could be started."""
+    timed_out: bool = False
+    cancelled: bool = False
+    fault: Fault = "none"
+    cause: str = ""
+    """infra: one of `InfraCause`; agent: `timeout | resource_exhausted | environment_broken | limit`."""
+    detail: str = ""
+    log_tail: str = ""
+    run_s: float = 0.0
+    peak_rss_mb: float = 0.0
+    cpu_s: float = 0.0
+
+    def subject(self) -> str:
+        return subjects.session(self.session, self.attempt, "exited")

@@ -1,0 +1,54 @@
+"""Settings that every service shares. Environment: `POLAR_*`; `POLAR_DATA/house.json` is written by `polar up`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from .ids import FIRST_SEGMENT
+
+__all__ = ["HouseSettings", "cache_dir"]
+
+
+class HouseSettings(BaseSettings):
+    """Where the house is and how to talk to it. Services subclass this with their own fields."""
+
+    model_config = SettingsConfigDict(env_prefix="POLAR_", extra="ignore")
+
+    data: Path = Path(".polar")
+    """The house's directory: nats, chdb, secrets, logs, run."""
+    nats: str = "nats://127.0.0.1:4222"
+    nats_user: str = ""
+    nats_password: SecretStr = SecretStr("")
+    segment: str = FIRST_SEGMENT
+    """The open log segment, into which new tasks go."""
+    replicas: int = 1
+    """Copies of each stream; 3 on a cluster."""
+    work_classes: tuple[str, ...] = ("local", "docker")
+    build: str = "live"
+    """Name of the build that is made as sessions end."""
+    secret: SecretStr = SecretStr("")
+    """HMAC key of session keys; made by `polar up`, shared by gateway and proxy."""
+    token: SecretStr = SecretStr("")
+    """Bearer token of ingest and analytics; empty means none is asked for (loopback only)."""
+    instance: str = ""
+    """Name of this instance in events and logs; by default host and process id."""
+    ready_file: Path | None = None
+    """Written (JSON: port, pid) when the service is ready."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port, told in `ready_file`."""
+    log_level: str = "info"
+
+
+class _Cache(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="POLAR_", extra="ignore")
+
+    cache: Path = Field(default_factory=lambda: Path.home() / ".cache" / "polar")
+
+
+def cache_dir() -> Path:
+    """Where models and harness toolchains are kept: `$POLAR_CACHE`, else `~/.cache/polar`."""
+    return _Cache().cache

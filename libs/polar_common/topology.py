@@ -1,0 +1,192 @@
+"""The only place that creates streams and durable consumers. `polar doctor` compares the live ones with these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import NotFoundError
+
+from . import subjects
+from .ids import FIRST_SEGMENT, token
+
+__all__ = [
+    "ACK_WAIT_S", "BLOBS", "DLQ", "EVENTS", "TRACES", "ConsumerSpec", "Topology", "apply", "blobs_stream",
+    "consumers", "differences", "events_stream", "streams", "work_consumer",
+]  # fmt: skip
+
+ACK_WAIT_S = 30.0
+"""The lease: work without a confirmed in-progress ack for this long is given to somebody else."""
+DUPLICATE_WINDOW_S = 120.0
+EVENTS = "POLAR_EVENTS"
+BLOBS = "POLAR_BLOBS"
+TRACES = "POLAR_TRACES"
+DLQ = "POLAR_DLQ"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What a house needs on its server. Sizes in bytes; -1 is unlimited."""
+
+    segment: str = FIRST_SEGMENT
+    replicas: int = 1
+    work_classes: tuple[str, ...] = ("local", "docker")
+    build: str = "live"
+    events_bytes: int = -1
+    traces_bytes: int = -1
+    dlq_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSpec:
+    """One durable pull consumer. `owner` is the service that reads it."""
+
+    durable: str
+    stream: str
+    filters: tuple[str, ...]
+    owner: str
+    ack_wait: float = ACK_WAIT_S
+    headers_only: bool = field(default=False)
+
+    def config(self) -> ConsumerConfig:
+        single = len(self.filters) == 1
+        return ConsumerConfig(
+            durable_name=self.durable,
+            deliver_policy=DeliverPolicy.ALL,
+            ack_policy=AckPolicy.EXPLICIT,
+            ack_wait=self.ack_wait,
+            max_deliver=-1,
+            max_ack_pending=-1,
+            filter_subject=self.filters[0] if single else None,
+            filter_subjects=None if single else list(self.filters),
+        )
+
+
+def events_stream(segment: str) -> str:
+    return f"{EVENTS}_{segment}"
+
+
+def blobs_stream(segment: str) -> str:
+    return f"{BLOBS}_{segment}"
+
+
+def streams(topology: Topology) -> list[StreamConfig]:
+    """The streams of a house, as they must be."""
+    truth: dict[str, Any] = dict(
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.NEW,
+        num_replicas=topology.replicas,
+        duplicate_window=DUPLICATE_WINDOW_S,
+        allow_direct=True,
+        deny_delete=True,
+        deny_purge=True,
+    )
+    seg = topology.segment
+    return [
+        StreamConfig(
+            name=events_stream(seg),
+            subjects=[f"polar.events.{seg}.>"],
+            max_bytes=topology.events_bytes,
+            allow_atomic=True,
+            **truth,
+        ),
+        StreamConfig(name=blobs_stream(seg), subjects=[f"polar.blobs.{seg}.>"], **truth),
+        StreamConfig(
+            name=TRACES,
+            subjects=["polar.traces.>"],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.NEW,
+            max_bytes=topology.traces_bytes,
+            num_replicas=topology.replicas,
+            duplicate_window=DUPLICATE_WINDOW_S,
+            allow_direct=True,
+        ),
+        StreamConfig(
+            name=DLQ,
+            subjects=["polar.dlq.>"],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.FILE,
+            max_bytes=topology.dlq_bytes,
+            num_replicas=topology.replicas,
+            duplicate_window=DUPLICATE_WINDOW_S,
+            allow_direct=True,
+        ),
+    ]
+
+
+def work_consumer(work_class: str, segment: str = FIRST_SEGMENT) -> ConsumerSpec:
+    """The queue of one class of work: its `queued` events."""
+    return ConsumerSpec(
+        f"gateway-{token(work_class)}", events_stream(segment), (subjects.queued_filter(work_class),), "gateway"
+    )
+
+
+def consumers(topology: Topology) -> list[ConsumerSpec]:
+    """All durable consumers but the trainers' own."""
+    events = events_stream(topology.segment)
+    ended = (subjects.ANY_ARTIFACTS, subjects.ANY_FAILED, subjects.ANY_CANCELLED)
+    return [
+        *(work_consumer(c, topology.segment) for c in topology.work_classes),
+        ConsumerSpec(f"reconstructor-{token(topology.build)}", events, ended, "reconstructor"),
+        ConsumerSpec("reconstructor-closed", events, (subjects.ANY_GROUP_CLOSED,), "reconstructor"),
+        ConsumerSpec("evaluator", events, (subjects.ANY_ARTIFACTS,), "evaluator"),
+        ConsumerSpec("callbacks", events, (subjects.ANY_GROUP_CLOSED,), "ingest"),
+        ConsumerSpec("analytics-events", events, (subjects.EVENTS,), "analytics"),
+        ConsumerSpec("analytics-traces", TRACES, (subjects.trace_filter(),), "analytics"),
+    ]
+
+
+async def apply(js: JetStreamContext, topology: Topology) -> None:
+    """Create what is missing. What exists is left as it is: changing a live log is a person's decision."""
+    for stream in streams(topology):
+        try:
+            await js.stream_info(str(stream.name))
+        except NotFoundError:
+            await js.add_stream(stream)
+    for consumer in consumers(topology):
+        try:
+            await js.consumer_info(consumer.stream, consumer.durable)
+        except NotFoundError:
+            await js.add_consumer(consumer.stream, consumer.config())
+
+
+_COMPARED = (
+    "retention", "storage", "discard", "num_replicas", "max_bytes", "max_age", "max_msgs_per_subject", "allow_direct",
+    "deny_delete", "deny_purge", "allow_atomic", "subjects",
+)  # fmt: skip
+
+
+async def differences(js: JetStreamContext, topology: Topology) -> list[str]:
+    """How the live configuration differs from the code's, one line each; empty where all is well."""
+    found = []
+    for want in streams(topology):
+        try:
+            live = (await js.stream_info(str(want.name))).config
+        except NotFoundError:
+            found.append(f"stream {want.name} is missing")
+            continue
+        for key in _COMPARED:
+            wanted, got = getattr(want, key), getattr(live, key)
+            if (wanted or None) != (got or None) and not (key in ("max_bytes", "max_msgs_per_subject") and got == -1):
+                found.append(f"stream {want.name}: {key} is {got!r}, should be {wanted!r}")
+    for spec in consumers(topology):
+        try:
+            info = await js.consumer_info(spec.stream, spec.durable)
+        except NotFoundError:
+            found.append(f"consumer {spec.durable} on {spec.stream} is missing")
+            continue
+        if info.config.max_ack_pending != -1 or info.config.max_deliver != -1:
+            found.append(f"consumer {spec.durable}: max_ack_pending and max_deliver should be -1")
+    return found

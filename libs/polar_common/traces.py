@@ -1,0 +1,170 @@
+"""What trainers receive: traces, the manifest of a session's traces, and the closing of a group for a build.
+
+Identity: `trace_id` is the SHA-256 over ids, mask, log-probs, spans and rules hash, uncompressed; build and provenance
+are an envelope outside the hash. Lengths: prompt P, response R; mask and log-probs are aligned to the response.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from .events import GroupMember, VersionSpan
+from .packing import Column
+
+__all__ = ["GroupTraces", "Provenance", "Span", "Trace", "TraceManifest", "trace_hash"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="null")
+
+
+class Span(_Model):
+    """One completion inside a trace: response ids [start, start + length) were sampled by it."""
+
+    completion: str
+    start: Annotated[int, Field(ge=0)]
+    length: Annotated[int, Field(ge=0)]
+    trained: bool = True
+    """False: shown as context here (`reason`), mask 0."""
+    reason: str = ""
+    versions: tuple[VersionSpan, ...] = ()
+    policy_seq: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    logprob_kind: str = "processed"
+    finish: str = "stop"
+    constrained: bool = False
+    cached_tokens: int = 0
+    kv_salt: str = ""
+    kv_mixed: bool = False
+    context_exact: bool = True
+    """The trace before the span equals, id for id, the prompt the engine saw."""
+    context_faithful: bool = True
+    additions: tuple[str, ...] = ()
+    native_equal: bool | None = None
+    drift_class: str = ""
+    """Where not exact: `template | retokenised | edited | engine`."""
+    drift_at: int | None = None
+    """First position (in prompt + response) at which the trace differs from what the engine saw."""
+    agent_role: str = "main"
+
+
+class Provenance(_Model):
+    """Where a trace comes from, outside its hash."""
+
+    code_version: str
+    log_first: int
+    log_last: int
+    harness: str = ""
+    harness_version: str = ""
+    harness_config_hash: str = ""
+    model: str = ""
+    weights_hash: str = ""
+    tokenizer_hash: str = ""
+    template_hash: str = ""
+    renderer: str = ""
+    renderer_version: str = ""
+    engine: str = ""
+    dtype: str = ""
+    logprob_kind: str = ""
+
+
+class Trace(_Model):
+    """One token sequence for a trainer. `logprobs` is 0.0 in masked slots; `ragged_logprobs` gives the trained ones."""
+
+    schema_version: int = 1
+    trace_id: str
+    run: str
+    build: str
+    task: str
+    session: str
+    attempt: int
+    number: int
+    rules: str
+    rules_hash: str
+    status: Literal["complete", "truncated", "aborted"]
+    agent_role: str = "main"
+    chain_class: str = "root"
+    ambiguous: bool = False
+    prompt_ids: Column
+    response_ids: Column
+    loss_mask: Column
+    logprobs: Column
+    spans: tuple[Span, ...]
+    action_tokens: int
+    """Sum of the mask."""
+    session_traces: int
+    """Traces of this session in this build, for trace- and session-mean weights."""
+    session_action_tokens: int
+    policy_seq_min: int
+    policy_seq_max: int
+    provenance: Provenance
+
+
+class TraceManifest(_Model):
+    """Closes a session's traces; readers ignore traces that no manifest names."""
+
+    schema_version: int = 1
+    run: str
+    build: str
+    task: str
+    session: str
+    attempt: int
+    rules: str
+    rules_hash: str
+    traces: tuple[str, ...]
+    """Trace ids by number."""
+    action_tokens: tuple[int, ...]
+    spans: int
+    exact_spans: int
+    excluded: dict[str, str]
+    """Completion id → why no span trains it."""
+    log_last: int
+
+    def hash(self) -> str:
+        return hashlib.sha256(orjson.dumps(self.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+class GroupTraces(_Model):
+    """A group's end as trainers of one build see it: members' rewards and manifests, and sums for the weights."""
+
+    schema_version: int = 1
+    run: str
+    build: str
+    task: str
+    agent_role: str = "main"
+    expected: int
+    terminal: int
+    trainable: int
+    by: Literal["complete", "deadline"]
+    members: tuple[GroupMember, ...]
+    manifests: dict[str, str]
+    """Session → manifest hash."""
+    action_tokens: int
+    traces: int
+
+
+def trace_hash(
+    prompt_ids: npt.NDArray[np.int32],
+    response_ids: npt.NDArray[np.int32],
+    loss_mask: npt.NDArray[np.uint8],
+    logprobs: npt.NDArray[np.float32],
+    spans: tuple[Span, ...],
+    rules_hash: str,
+) -> str:
+    """The trace id, hex. Arrays are taken little-endian and each is preceded by its length."""
+    digest = hashlib.sha256()
+    for array, dtype in ((prompt_ids, "<i4"), (response_ids, "<i4"), (loss_mask, "u1"), (logprobs, "<f4")):
+        digest.update(len(array).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(array, dtype=dtype).tobytes())
+    digest.update(orjson.dumps([s.model_dump(mode="json") for s in spans], option=orjson.OPT_SORT_KEYS))
+    digest.update(rules_hash.encode())
+    return digest.hexdigest()
