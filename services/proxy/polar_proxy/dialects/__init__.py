@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .anthropic import Anthropic
 from .base import Dialect, Route
 from .openai_chat import OpenAIChat
 
 __all__ = ["ALL", "BY_NAME", "route"]
 
-ALL: tuple[Dialect, ...] = (OpenAIChat(),)
+ALL: tuple[Dialect, ...] = (Anthropic(), OpenAIChat())
 BY_NAME: dict[str, Dialect] = {dialect.name: dialect for dialect in ALL}
 
 

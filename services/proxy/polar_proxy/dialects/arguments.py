@@ -14,7 +14,7 @@ from polar_render.messages import Json
 
 from .fields import Obj, compact
 
-__all__ = ["RAW_KEY", "as_object", "from_object", "raw_input"]
+__all__ = ["RAW_KEY", "as_object", "from_object", "object_text", "raw_input"]
 
 RAW_KEY = "_raw"
 
@@ -33,6 +33,13 @@ def as_object(arguments: str) -> Obj:
         return {}
     value = _parsed(arguments)
     return value if isinstance(value, dict) else {RAW_KEY: arguments}
+
+
+def object_text(arguments: str) -> str:
+    """`as_object` as JSON text: the sampled string itself where it is an object; "" for no arguments."""
+    if not arguments.strip():
+        return ""
+    return arguments if isinstance(_parsed(arguments), dict) else compact({RAW_KEY: arguments})
 
 
 def from_object(value: Obj) -> str:

@@ -12,11 +12,19 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from polar_common.errors import PolarError
-from polar_render.base import AnswerEvent
-from polar_render.messages import Json, Message, Part, ToolSpec
+from polar_render.base import (
+    AnswerEvent,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallDone,
+    ToolCallStarted,
+)
+from polar_render.messages import Json, Message, Part, Text, Thinking, ToolCall, ToolSpec
 
 __all__ = [
     "ChatRequest", "Dialect", "Encoder", "Finish", "Frame", "Hints", "Minted", "Reply", "Route", "Sampling", "Usage",
+    "completion_of", "events_of",
 ]  # fmt: skip
 
 Finish = Literal["stop", "length", "stop_string", "tool_calls"]
@@ -56,7 +64,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a harness reveals about who calls: agent ids, parents, retries, context edits. All may be empty."""
+    """What a harness reveals about who calls: agent ids, parents, retries, context edits. All may be empty.
+
+    `previous_response` is the id as sent (`completion_of` names the completion, if it is ours). `request_kind` is the
+    harness's own word (`turn`, `compaction`, `collab_spawn`, …). `context_edits` are compact JSON objects
+    (`{"type":"clear_tool_uses_…",…}`) of edits that remove something.
+    """
 
     agent: str = ""
     parent_agent: str = ""
@@ -73,6 +86,11 @@ class ChatRequest:
     `prefill`: the last message is an assistant turn to be continued. `billing` holds header lines that were stripped
     from system blocks (EXACT: recorded, never rendered). `raw_hash` identifies the request for retries: stream flags,
     cache and billing fields and metadata don't count.
+
+    `tool_choice`: `auto`, `none`, `required`, `{"name": …, "namespace"?: …}` for one tool, or
+    `{"mode": "auto" | "required", "allowed": [names]}`. `response_format`: None,
+    `{"type": "json_object"}` or `{"type": "json_schema", "json_schema": {"name", "schema", "strict"?}}`. `thinking`:
+    None where the harness was silent, else any of `{"enabled": bool, "budget": tokens, "effort": word, "show": bool}`.
     """
 
     dialect: str
@@ -146,6 +164,40 @@ class Frame:
 
     data: bytes
     actionable: bool = False
+
+
+def completion_of(identifier: str) -> str:
+    """The completion that an echoed id names, or "" if the id isn't one of ours.
+
+    Understands what `Minted` makes and the prefixes under which dialects send `message_id()`.
+    """
+    if identifier.startswith("polar."):
+        return identifier[6:].rpartition(".")[0]
+    for prefix in ("call_", "item_"):
+        if identifier.startswith(prefix):
+            completion, _, index = identifier[len(prefix) :].rpartition("_")
+            return completion if index.isdigit() else ""
+    for prefix in ("chatcmpl-", "msg_", "resp_"):
+        if identifier.startswith(prefix):
+            return identifier[len(prefix) :]
+    return ""
+
+
+def events_of(parts: Sequence[Part]) -> list[AnswerEvent]:
+    """The events of a recorded answer, for encoding it again as a stream."""
+    events: list[AnswerEvent] = []
+    calls = 0
+    for part in parts:
+        if isinstance(part, Text):
+            events.append(TextDelta(part.text))
+        elif isinstance(part, Thinking):
+            events.append(ThinkingDelta(part.text))
+        elif isinstance(part, ToolCall):
+            events.append(ToolCallStarted(calls, part.name, part.namespace, part.custom))
+            events.append(ToolCallDelta(calls, part.arguments))
+            events.append(ToolCallDone(calls, 0))
+            calls += 1
+    return events
 
 
 class Encoder(Protocol):
