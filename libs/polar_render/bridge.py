@@ -1,0 +1,227 @@
+"""The template bridge: exact continuation for any model whose chat template appends.
+
+The tail after an answer is the rendering of a short history `[user, assistant PLACEHOLDER, new messages]` cut after
+the placeholder's end-of-turn; only the tail is tokenised, so a continued call costs its new tokens alone. The
+placeholder carries the names and ids of the answer's calls, since tool results may be rendered by them. `proof.py`
+shows at start for which shapes that equals the full rendering, and whether the history must be the whole one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from polar_common.errors import RenderError
+
+from .base import Answer, Head, Proof, Provenance, StreamParser
+from .discover import find_end, find_shape
+from .jinja import Template, TemplateValue
+from .messages import Json, Message, Text, dump
+from .parsing import HermesParser, Tags
+from .proof import Features, needs, prove
+from .shape import Shape, call_names, prompt_text, to_chat, to_tools
+from .vocabulary import Vocabulary
+
+__all__ = ["Bridging", "ChatText", "TemplateRenderer"]
+
+PLACEHOLDER = "qPolarPlaceholderq"
+_OPENING = Message("user", (Text("x"),))
+
+
+@dataclass(frozen=True, slots=True)
+class Bridging:
+    """How tails are made: with the whole history or a short one, and whether the tools must be shown meanwhile."""
+
+    whole: bool = False
+    tools: bool = False
+
+
+class ChatText:
+    """Messages to text, by a template. `first` is the number of the first message, for errors."""
+
+    def __init__(self, template: Template, shape: Shape) -> None:
+        self._template = template
+        self.shape = shape
+
+    def __call__(
+        self,
+        messages: Sequence[Message],
+        head: Head,
+        *,
+        generate: bool,
+        names: dict[str, str] | None = None,
+        first: int = 0,
+    ) -> str:
+        chat = to_chat(messages, self.shape, names, first)
+        args: dict[str, TemplateValue] = dict(head.template_args)
+        return self._template(chat, to_tools(head.tools), args, generate=generate)
+
+
+def _split_prefill(messages: Sequence[Message], prefill: bool) -> tuple[Sequence[Message], str]:
+    """The messages before an unfinished assistant turn, and its text."""
+    if not prefill:
+        return messages, ""
+    where = f"messages[{len(messages) - 1}]"
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant":
+        raise RenderError(f"{where}: only an assistant turn can be continued")
+    if last.tool_calls or last.thinking:
+        raise RenderError(f"{where}: an unfinished turn can hold text only")
+    return messages[:-1], prompt_text(last, where)
+
+
+def _placeholder(answer: Message) -> Message:
+    calls = tuple(replace(c, arguments="{}", custom=False) for c in answer.tool_calls)
+    return Message("assistant", (Text(PLACEHOLDER), *calls))
+
+
+def missing(messages: Sequence[Message], text: str, first: int = 0) -> str:
+    """The first message whose text isn't in the rendering, in order: `messages[i]`; "" if all are there."""
+    at = 0
+    for number, message in enumerate(messages, first):
+        wanted = prompt_text(message, "").strip()
+        found = text.find(wanted, at)
+        if found < 0:
+            found = text.find(json.dumps(wanted, ensure_ascii=False)[1:-1], at)
+        if found < 0:
+            return f"messages[{number}]"
+        at = found + len(wanted) if message.role != "assistant" else at
+    return ""
+
+
+class TemplateRenderer:
+    """A `Renderer` over a chat template. `prove()` is computed when it is made."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: Template,
+        source: str,
+        stop_ids: Sequence[int],
+        provenance: Provenance,
+        keep_thinking: bool = True,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._provenance = provenance
+        self._keep = keep_thinking
+        self._source = source
+        self._tags: dict[bytes, Tags] = {}
+        self._stop_ids = tuple(stop_ids)
+        self.chat = ChatText(template, find_shape(template))
+        self._end, self._end_id = find_end(template, self.chat.shape, vocabulary)
+        self._bridging = Bridging()
+        self._features = self._examine()
+
+    def _examine(self) -> Features:
+        """Proves the cheapest way to make tails that works for all shapes, or else the one that works for most."""
+        best: Features | None = None
+        chosen = self._bridging
+        for how in (Bridging(), Bridging(tools=True), Bridging(whole=True, tools=True)):
+            self._bridging = how
+            found = Features(prove(self), "full" if how.whole else "short")
+            if best is None or found.failures < best.failures:
+                best, chosen = found, how
+            if not found.failures:
+                break
+        self._bridging = chosen
+        assert best is not None
+        return best
+
+    @property
+    def provenance(self) -> Provenance:
+        return self._provenance
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._stop_ids
+
+    @property
+    def close_ids(self) -> tuple[int, ...]:
+        return (self._end_id,) if self._end_id >= 0 else ()
+
+    def full(self, messages: Sequence[Message], head: Head, *, generate: bool, prefill: bool = False) -> list[int]:
+        """The full rendering whatever the proof says: it is what the proof compares with."""
+        before, unfinished = _split_prefill(messages, prefill)
+        return self.vocabulary.encode(self.chat(before, head, generate=generate) + unfinished)
+
+    def render(self, messages: Sequence[Message], head: Head, *, prefill: bool = False) -> list[int]:
+        before, unfinished = _split_prefill(messages, prefill)
+        self._features.require(before, head, prefill)
+        text = self.chat(before, head, generate=True)
+        if lost := missing(before, text):
+            raise RenderError(f"{lost}: the template drops this {before[int(lost[9:-1])].role} message")
+        return self.vocabulary.encode(text + unfinished)
+
+    def tail(
+        self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head, *, prefill: bool = False
+    ) -> list[int] | None:
+        """See `Renderer.tail`. `prefill`: the last new message is an assistant turn to be continued."""
+        if not self._features.allow(needs(answer, new, prefill)):
+            return None
+        if not self._keep and not self._keeps_thinking(history, answer, new, head):
+            return None
+        try:
+            return self.bridge(history, answer, new, head, prefill=prefill)
+        except RenderError:
+            return None
+
+    def bridge(
+        self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head, *, prefill: bool = False
+    ) -> list[int] | None:
+        """The tail whatever the proof says: it is what the proof examines."""
+        messages, unfinished = _split_prefill(new, prefill)
+        how = self._bridging
+        names = call_names((*(history if how.whole else ()), answer))
+        before = [*history, _placeholder(answer)] if how.whole else [_OPENING, _placeholder(answer)]
+        shown = head if how.tools else replace(head, tools=())
+        text = self.chat([*before, *messages], shown, generate=True, names=names)
+        at = text.find(PLACEHOLDER)
+        at = text.find(self._end, at) if at >= 0 and self._end else -1
+        if at < 0 or text.count(PLACEHOLDER) != 1:
+            return None
+        tail = text[at:]
+        if missing(messages, tail):
+            return None
+        ids = self.vocabulary.encode(tail + unfinished)
+        return ids[1:] if ids and ids[0] == self._end_id else None
+
+    def _keeps_thinking(self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head) -> bool:
+        """Whether the template shows after `new` what it showed of all thinking before."""
+        so_far = (*history, answer)
+        if not any(m.thinking for m in so_far):
+            return True
+        try:
+            before = self.chat(so_far, head, generate=False)
+            after = self.chat((*so_far, *new), head, generate=False)
+        except RenderError:
+            return False
+        return after.startswith(before[: before.rfind(self._end) + len(self._end)])
+
+    def parse(self, ids: Sequence[int], head: Head) -> Answer:
+        parser = self.parser(head)
+        parser.feed(ids)
+        parser.finish()
+        return parser.answer()
+
+    def parser(self, head: Head) -> StreamParser:
+        return HermesParser(self.vocabulary, self._stop_ids, head, self._thinking_tags(head.template_args))
+
+    def _thinking_tags(self, args: dict[str, Json]) -> Tags:
+        """Whether an answer may begin with thinking, or the generation prompt has already begun it."""
+        key = dump(args) if args else b""
+        if (tags := self._tags.get(key)) is None:
+            opened = self.chat([_OPENING], Head(template_args=args), generate=True).rstrip().endswith("<think>")
+            known = "<think>" in self._source or "<think>" in self.vocabulary.added
+            tags = self._tags[key] = "open" if opened else "allowed" if known else "none"
+        return tags
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.vocabulary.decode(ids)
+
+    def decode_tokens(self, ids: Sequence[int]) -> list[str]:
+        """One text per id, lossless when joined."""
+        return self.vocabulary.decode_tokens(ids)
+
+    def prove(self) -> Proof:
+        return self._features.proof

@@ -1,0 +1,264 @@
+"""Sampled ids in, answer events out, for models that write tool calls as `<tool_call>` JSON (`hermes`).
+
+The parser works on ids so that it knows where in the sample a call ended, and on text so that any way of spelling a
+tag in ids is the same tag. Line breaks that belong to the format (around thinking, before and after calls) are not
+part of the answer; everything else is kept, broken calls included. Its counterpart is the chat template: rendering a
+parsed answer gives the sampled text back when the sample is written the template's way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from .base import (
+    Answer,
+    AnswerEvent,
+    Finished,
+    Head,
+    TextDelta,
+    ThinkingDelta,
+    ToolCallDelta,
+    ToolCallDone,
+    ToolCallStarted,
+)
+from .callscan import CallScanner
+from .messages import Part, Text, Thinking, ToolCall, ToolSpec
+from .shape import tool_names
+from .vocabulary import TextDecoder, Vocabulary
+
+__all__ = ["HermesParser", "Tags", "custom_input"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _UNTHINK = "<think>", "</think>"
+
+Tags = Literal["none", "allowed", "open"]
+"""Thinking: `none` has no tags, `allowed` may begin with one, `open`: the prompt already opened it."""
+
+
+def _held(text: str, tag: str) -> int:
+    """How many characters at the end of `text` may be the beginning of a line break and `tag`, or of `tag`."""
+    for mark in ("\n" + tag, tag):
+        for size in range(min(len(mark) - 1, len(text)), 0, -1):
+            if text.endswith(mark[:size]):
+                return size
+    return 0
+
+
+def custom_input(arguments: str) -> str | None:
+    """The raw input of a freeform tool that was called as `{"input": …}`; None if it wasn't."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return None
+    if isinstance(value, dict) and list(value) == ["input"] and isinstance(value["input"], str):
+        return value["input"]
+    return value if isinstance(value, str) else None
+
+
+class HermesParser:
+    """See `StreamParser`. One parser reads one sample."""
+
+    def __init__(self, vocabulary: Vocabulary, stop_ids: Sequence[int], head: Head, thinking: Tags = "allowed") -> None:
+        self._vocabulary = vocabulary
+        self._stop = frozenset(stop_ids)
+        self._head = head
+        self._tags: Tags = thinking
+        self._tools: dict[str, ToolSpec] = tool_names(head.tools)
+        self._decoder = TextDecoder(vocabulary)
+        self._ids: list[int] = []
+        self._over = False
+        self._buffer = ""
+        self._state: Literal["lead", "thinking", "text", "call"] = {
+            "none": "text", "allowed": "lead", "open": "thinking",
+        }[thinking]  # type: ignore[assignment]  # fmt: skip
+        self._skip = 1 if thinking == "open" else 0
+        self._blank = ""
+        self._calls = 0
+        self._call = CallScanner()
+        self._told = 0
+        self._announced = False
+        self._events: list[AnswerEvent] = []
+        self._parts: list[Part] = []
+        self._malformed: list[str] = []
+
+    def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
+        self._events = []
+        for token in ids:
+            self._ids.append(token)
+            if self._over:
+                continue
+            if token in self._stop:
+                self._end()
+                continue
+            if text := self._decoder.feed(token):
+                self._buffer += text
+                self._run()
+        return self._events
+
+    def finish(self) -> list[AnswerEvent]:
+        self._events = []
+        if not self._over:
+            self._end()
+        return self._events
+
+    def answer(self) -> Answer:
+        if not self._over:
+            whole = HermesParser(self._vocabulary, tuple(self._stop), self._head, self._tags)
+            whole.feed(self._ids)
+            whole.finish()
+            return whole.answer()
+        closed = bool(self._ids) and self._ids[-1] in self._stop
+        return Answer(tuple(self._parts), closed, tuple(self._malformed))
+
+    # -- the machine: each step consumes from the buffer and says whether another step may follow
+
+    def _run(self) -> None:
+        step = {"lead": self._lead, "thinking": self._thinking, "text": self._text, "call": self._in_call}
+        while self._buffer and step[self._state]():
+            pass
+
+    def _lead(self) -> bool:
+        body = self._buffer.lstrip()
+        if body.startswith(_THINK):
+            self._buffer = body[len(_THINK) :]
+            self._state, self._skip = "thinking", 1
+            return True
+        if _THINK.startswith(body):
+            return False
+        self._state = "text"
+        return True
+
+    def _skip_breaks(self) -> None:
+        while self._skip and self._buffer:
+            if not self._buffer.startswith("\n"):
+                self._skip = 0
+                return
+            self._buffer = self._buffer[1:]
+            self._skip -= 1
+
+    def _thinking(self) -> bool:
+        self._skip_breaks()
+        at = self._buffer.find(_UNTHINK)
+        if at >= 0:
+            self._think(self._buffer[:at].removesuffix("\n"))
+            self._buffer = self._buffer[at + len(_UNTHINK) :]
+            self._state, self._skip = "text", 2
+            return True
+        keep = len(self._buffer) - _held(self._buffer, _UNTHINK)
+        self._think(self._buffer[:keep])
+        self._buffer = self._buffer[keep:]
+        return False
+
+    def _text(self) -> bool:
+        self._skip_breaks()
+        at = self._buffer.find(_OPEN)
+        if at >= 0:
+            self._say(self._buffer[:at].removesuffix("\n"))
+            self._buffer = self._buffer[at + len(_OPEN) :]
+            self._state, self._blank = "call", ""
+            self._call, self._told, self._announced = CallScanner(), 0, False
+            return True
+        keep = len(self._buffer) - _held(self._buffer, _OPEN)
+        self._say(self._buffer[:keep])
+        self._buffer = self._buffer[keep:]
+        return False
+
+    def _in_call(self) -> bool:
+        at = self._buffer.find(_CLOSE)
+        if at >= 0:
+            self._call.feed(self._buffer[:at].removesuffix("\n"))
+            self._buffer = self._buffer[at + len(_CLOSE) :]
+            self._end_call(closed=True)
+            return True
+        keep = len(self._buffer) - _held(self._buffer, _CLOSE)
+        self._call.feed(self._buffer[:keep])
+        self._buffer = self._buffer[keep:]
+        self._tell()
+        return False
+
+    # -- what leaves the machine
+
+    def _think(self, text: str) -> None:
+        if not text:
+            return
+        self._events.append(ThinkingDelta(text))
+        if self._parts and isinstance(self._parts[-1], Thinking):
+            text = self._parts.pop().text + text  # type: ignore[union-attr]
+        self._parts.append(Thinking(text))
+
+    def _say(self, text: str) -> None:
+        """Text, with blanks at the beginning of a stretch held until something visible follows."""
+        if not text:
+            return
+        text = self._blank + text
+        self._blank = ""
+        if not (self._parts and isinstance(self._parts[-1], Text)) and text.isspace():
+            self._blank = text
+            return
+        self._events.append(TextDelta(text))
+        if self._parts and isinstance(self._parts[-1], Text):
+            text = self._parts.pop().text + text  # type: ignore[union-attr]
+        self._parts.append(Text(text))
+
+    def _spec(self) -> tuple[str, str, bool]:
+        """Name, namespace and whether it is freeform, of the call's tool."""
+        name = self._call.name or ""
+        tool = self._tools.get(name)
+        return (tool.name, tool.namespace, tool.custom) if tool else (name, "", False)
+
+    def _tell(self) -> None:
+        """The call's name and the arguments so far. A freeform tool's input is told at the end, decoded."""
+        if self._call.name is None:
+            return
+        name, namespace, custom = self._spec()
+        if not self._announced:
+            self._announced = True
+            self._events.append(ToolCallStarted(self._calls, name, namespace, custom))
+        if not custom and self._told < len(self._call.arguments):
+            self._events.append(ToolCallDelta(self._calls, self._call.arguments[self._told :]))
+            self._told = len(self._call.arguments)
+
+    def _end_call(self, *, closed: bool) -> None:
+        scanner = self._call
+        self._state, self._skip = "text", 1
+        scanner.finish()
+        block = _OPEN + scanner.raw + (_CLOSE if closed else "")
+        if scanner.broken:
+            self._malformed.append(block)
+        if scanner.name is None:
+            self._skip = 0
+            self._say(block)
+            return
+        self._tell()
+        name, namespace, custom = self._spec()
+        arguments = scanner.arguments
+        if custom:
+            raw = custom_input(arguments)
+            if raw is None and not scanner.broken:
+                self._malformed.append(block)
+            arguments = arguments if raw is None else raw
+            if arguments:
+                self._events.append(ToolCallDelta(self._calls, arguments))
+        self._parts.append(ToolCall("", name, arguments, namespace, custom))
+        if closed or not scanner.broken:
+            self._events.append(ToolCallDone(self._calls, len(self._ids)))
+        self._calls += 1
+
+    def _end(self) -> None:
+        self._buffer += self._decoder.finish()
+        self._run()
+        self._over = True
+        rest, self._buffer = self._buffer, ""
+        if self._state == "thinking":
+            self._think(rest)
+        elif self._state == "call":
+            self._call.feed(rest)
+            self._end_call(closed=False)
+        else:
+            self._say(rest)
+        if self._blank and not self._calls:
+            self._events.append(TextDelta(self._blank))
+            self._parts.append(Text(self._blank))
+        self._events.append(Finished())

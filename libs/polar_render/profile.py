@@ -1,0 +1,140 @@
+"""Which format a model speaks, and the renderer for it.
+
+A profile is made from a model's directory (`profile_for`) or written out in configuration; `load_renderer` makes the
+renderer, proves it, and says in its provenance what was used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Literal
+
+from polar_common.errors import ConfigError
+
+from .base import Provenance, Renderer
+from .bridge import TemplateRenderer
+from .jinja import compile_template
+from .messages import Json
+from .vocabulary import Vocabulary, eos_ids, read_json
+
+__all__ = ["CHATML_TOOLS", "ModelProfile", "load_renderer", "profile_for"]
+
+CHATML_TOOLS = "chatml_tools"
+"""Name of our own template for ChatML models whose template renders no tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """How a model is prompted.
+
+    `directory` holds tokenizer.json and the configuration files. `template`: `own` (the tokenizer's), the name of a
+    template of this package, or a path to a Jinja file. `renderer`: `auto` (hand-coded where the model is known and
+    the proof holds, else the template bridge), `template`, or a name of the `renderers` package. `stop_tokens` adds
+    end-of-turn tokens that the model's configuration forgets. `context_window` is in tokens, 0 if unknown.
+    `template_args` are defaults that a call's own arguments override.
+    """
+
+    model: str
+    directory: Path
+    template: str = "own"
+    renderer: str = "auto"
+    tool_format: Literal["hermes"] = "hermes"
+    thinking: Literal["keep", "follow"] = "keep"
+    context_window: int = 0
+    stop_tokens: tuple[str, ...] = ()
+    template_args: dict[str, Json] = field(default_factory=dict)
+
+
+def _own_template(directory: Path) -> str:
+    """The tokenizer's chat template, "" if it has none."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = read_json(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(value, list):
+        named = {str(v["name"]): str(v["template"]) for v in value if isinstance(v, dict) and "template" in v}
+        return named.get("default", "")
+    return value if isinstance(value, str) else ""
+
+
+def _template(profile: ModelProfile) -> str:
+    if profile.template == "own":
+        if source := _own_template(profile.directory):
+            return source
+        raise ConfigError("the tokenizer has no chat template: name one", "template")
+    shipped = resources.files(__package__) / "templates" / f"{profile.template}.jinja"
+    if "/" not in profile.template and shipped.is_file():
+        return shipped.read_text(encoding="utf-8")
+    path = Path(profile.template)
+    if not path.is_file():
+        raise ConfigError(f"no template {profile.template!r}: neither shipped nor a file", "template")
+    return path.read_text(encoding="utf-8")
+
+
+def _special_names(directory: Path) -> dict[str, str]:
+    """`bos_token` and so on, as templates use them."""
+    names = {}
+    for key, value in read_json(directory / "tokenizer_config.json").items():
+        if key.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                names[key] = text
+    return names
+
+
+def profile_for(directory: Path | str, *, model: str = "") -> ModelProfile:
+    """The profile of a model directory.
+
+    A ChatML tokenizer whose own template doesn't mention tools (or that has none) gets our ChatML template. The
+    context window is the model configuration's. Raises ConfigError if there is no usable tokenizer.
+    """
+    directory = Path(directory)
+    config = read_json(directory / "config.json")
+    window = next((config[k] for k in ("max_position_embeddings", "n_positions", "n_ctx") if k in config), 0)
+    own = _own_template(directory)
+    profile = ModelProfile(
+        model=model or directory.name,
+        directory=directory,
+        context_window=window if isinstance(window, int) else 0,
+    )
+    if "tool" not in own:
+        added = Vocabulary.load(directory).added
+        if "<|im_start|>" in added and "<|im_end|>" in added:
+            return replace(profile, template=CHATML_TOOLS)
+    return profile
+
+
+def load_renderer(profile: ModelProfile) -> Renderer:
+    """The proven renderer of a profile. Takes a fraction of a second: make it once.
+
+    Raises ConfigError where tokenizer, template or stop tokens are unusable.
+    """
+    vocabulary = Vocabulary.load(profile.directory)
+    stops = list(eos_ids(profile.directory, vocabulary))
+    for token in profile.stop_tokens:
+        if (found := vocabulary.id_of(token)) is None:
+            raise ConfigError(f"{token!r} is no token of this model", "stop_tokens")
+        stops.append(found)
+    source = _template(profile)
+    provenance = Provenance(
+        model=profile.model,
+        tokenizer_hash=vocabulary.fingerprint,
+        template_hash=hashlib.sha256(source.encode()).hexdigest(),
+        renderer="template",
+        renderer_version=_version(),
+    )
+    names: dict[str, Json] = dict(_special_names(profile.directory))
+    template = compile_template(source, names | profile.template_args)
+    return TemplateRenderer(
+        vocabulary, template, source, tuple(dict.fromkeys(stops)), provenance, profile.thinking == "keep"
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("polar-rl")
+    except metadata.PackageNotFoundError:
+        return "unreleased"
