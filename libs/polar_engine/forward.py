@@ -1,0 +1,162 @@
+"""One forward pass over any mixture of prompt chunks and single decode tokens.
+
+The rows of all requests are laid end to end, so the linear layers see one dense batch without padding; attention alone
+goes request by request, over that request's own keys and values. The transformer itself is the model class of
+`transformers`: only its attention function is replaced, through the interface that library has for it. Needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as functional
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import AttentionInterface
+
+from polar_common.errors import ConfigError
+from polar_engine.kv import KvBuffer, KvShape
+from polar_engine.packed import pack_linears, packing_available
+
+__all__ = ["Chunk", "Model", "Weights", "load_weights"]
+
+_ATTENTION = "polar_ragged"
+# A step with fewer rows is filled up: the packed kernels need 40 ms of SmolLM2's weights for one row, 32 ms for four.
+_LEAST_ROWS = 4
+
+
+@dataclass
+class Chunk:
+    """`tokens` of one request, to be appended to `buffer`; logits are wanted for the last `wanted` of them."""
+
+    buffer: KvBuffer
+    tokens: Sequence[int]
+    wanted: int
+
+
+@dataclass
+class _Segment:
+    """A chunk's place in the batch: `count` rows from `start`, at positions from `offset`."""
+
+    buffer: KvBuffer
+    start: int
+    count: int
+    offset: int
+    mask: Any
+
+
+def _attend(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, segments: list[_Segment], **_: Any
+) -> tuple[Any, None]:
+    """Attention over [1, heads, rows, dim]; appends keys and values, returns [1, rows, heads, dim]."""
+    heads, rows, dim = query.shape[1:]
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    out = query.new_zeros((1, rows, heads, dim))
+    for seg in segments:
+        first, last, end = seg.start, seg.start + seg.count, seg.offset + seg.count
+        cache = seg.buffer.data[module.layer_idx]
+        cache[0, :, seg.offset : end] = key[0, :, first:last]
+        cache[1, :, seg.offset : end] = value[0, :, first:last]
+        # Query heads that share a key head become rows of that head: no key or value is ever copied.
+        grouped = query[:, :, first:last].reshape(1, kv_heads, group * seg.count, dim)
+        keys, values = cache[None, 0, :, :end], cache[None, 1, :, :end]
+        mixed = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=seg.mask, scale=scaling)
+        out[0, first:last] = mixed.view(heads, seg.count, dim).transpose(0, 1)
+    return out, None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A loaded network with the limits that its configuration states."""
+
+    network: Any
+    kv: KvShape
+    group: int
+    vocab: int
+    max_positions: int
+    dtype: Any
+
+
+def load_weights(path: Path, dtype: str = "float32") -> Weights:
+    """Load a directory. Raises ConfigError where it isn't a causal language model with full attention in each layer."""
+    kind = getattr(torch, dtype)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=kind, attn_implementation=_ATTENTION, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"`{path}` can't be loaded: {error}", "model") from error
+    config = network.config
+    odd = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if odd or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"`{path}` has layers without full causal attention: {sorted(odd)}", "model")
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    network.eval().requires_grad_(False)
+    if kind is torch.float32 and packing_available():
+        pack_linears(network)
+    shape = KvShape(int(config.num_hidden_layers), kv_heads, dim, kind)
+    return Weights(network, shape, heads // kv_heads, int(config.vocab_size), int(config.max_position_embeddings), kind)
+
+
+class Model:
+    """The network in use. Not thread-safe: one thread steps and swaps."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def new_buffer(self, capacity: int) -> KvBuffer:
+        """An empty buffer for this model's keys and values."""
+        return KvBuffer(self.weights.kv, capacity)
+
+    def swap(self, weights: Weights) -> None:
+        """Use other weights from the next step on. Raises ConfigError where their shapes differ."""
+        old = self.weights
+        if (old.kv, old.group, old.vocab) != (weights.kv, weights.group, weights.vocab):
+            raise ConfigError("the new weights are of another shape than the model in use", "path")
+        self.weights = weights
+
+    def step(self, chunks: Sequence[Chunk]) -> npt.NDArray[np.float32]:
+        """Append every chunk to its buffer; the logits [sum of wanted, vocab] of the wanted rows, in chunk order."""
+        segments: list[_Segment] = []
+        rows = 0
+        wanted: list[int] = []
+        for chunk in chunks:
+            count, offset = len(chunk.tokens), chunk.buffer.length
+            chunk.buffer.reserve(offset + count)
+            segments.append(_Segment(chunk.buffer, rows, count, offset, self._mask(offset, count)))
+            wanted.extend(range(rows + count - chunk.wanted, rows + count))
+            rows += count
+        with torch.inference_mode():
+            filler = [0] * max(0, _LEAST_ROWS - rows)
+            ids = [t for chunk in chunks for t in chunk.tokens]
+            positions = [p for s in segments for p in range(s.offset, s.offset + s.count)]
+            output = self.weights.network(
+                input_ids=torch.tensor([ids + filler], dtype=torch.long),
+                position_ids=torch.tensor([positions + filler], dtype=torch.long),
+                use_cache=False,
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long),
+                segments=segments,
+            )
+        for seg in segments:
+            seg.buffer.length = seg.offset + seg.count
+        logits: npt.NDArray[np.float32] = output.logits[0].float().numpy()
+        return logits
+
+    def _mask(self, offset: int, count: int) -> Any:
+        """Causal mask of a chunk, repeated for the query heads of a group; a single row sees everything before it."""
+        if count == 1:
+            return None
+        future = torch.arange(offset + count)[None] > torch.arange(offset, offset + count)[:, None]
+        mask = torch.zeros(future.shape, dtype=self.weights.dtype).masked_fill_(future, float("-inf"))
+        return mask.repeat(self.weights.group, 1)[None, None]
