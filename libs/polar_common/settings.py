@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pydantic import Field, SecretStr
@@ -9,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from .ids import FIRST_SEGMENT
 
-__all__ = ["HouseSettings", "cache_dir"]
+__all__ = ["HouseSettings", "cache_dir", "inherited_environment"]
 
 
 class HouseSettings(BaseSettings):
@@ -52,3 +53,8 @@ class _Cache(BaseSettings):
 def cache_dir() -> Path:
     """Where models and harness toolchains are kept: `$POLAR_CACHE`, else `~/.cache/polar`."""
     return _Cache().cache
+
+
+def inherited_environment() -> dict[str, str]:
+    """This process's environment, for children; thread pools of numeric libraries are kept to one thread each."""
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}

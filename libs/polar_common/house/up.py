@@ -1,0 +1,213 @@
+"""`polar up`: the whole house on this machine, in one foreground process that supervises the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from polar_common.bus import Bus
+from polar_common.errors import ConfigError
+from polar_common.nats_server import NatsConfig, find_binary, free_port, server_config
+from polar_common.settings import inherited_environment
+from polar_common.topology import Topology, apply
+
+from .layout import House, HouseFile, process_started
+from .supervisor import Child, Supervisor, reap
+
+__all__ = ["PREFERRED_PORTS", "UpOptions", "run_house"]
+
+PREFERRED_PORTS = {"ingest": 8700, "proxy": 8701, "analytics": 8702, "engine": 8703, "nats": 8704}
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What a user may choose. `ports`: explicit ones must be free; others are only preferred."""
+
+    data: Path
+    model: str = "smollm2-135m"
+    engine_url: str = ""
+    """An engine of the user's own (vLLM, SGLang); empty starts the local one."""
+    engine_kind: str = "vllm"
+    tokenizer: str = ""
+    """Directory of the tokenizer and chat template, where the engine isn't ours."""
+    ports: dict[str, int] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    sync: str = "always"
+    work_classes: tuple[str, ...] = ("local", "docker")
+    gateway_slots: int = 2
+    engine_threads: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+    """Further settings (`POLAR_…`) for all services."""
+
+
+def choose_port(name: str, wanted: int | None, host: str) -> int:
+    """An explicit port must be free (ConfigError otherwise); the preferred one is taken if it is."""
+    for port, fallback in ((wanted or PREFERRED_PORTS[name], wanted is None),):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                if not fallback:
+                    raise ConfigError(f"port {port} is taken; choose another with --{name}-port", name) from error
+                return free_port(host)
+        return port
+    raise ConfigError("no port", name)
+
+
+class _Lock:
+    """One house per data directory."""
+
+    def __init__(self, house: House) -> None:
+        self._file: IO[str] = house.lock.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            running = house.read()
+            who = f" (pid {running.pid}, {running.ingest})" if running else ""
+            raise ConfigError(f"a house already runs on {house.data}{who}: see `polar status`", "up") from error
+
+
+def run_house(options: UpOptions, say: Callable[[str], None]) -> None:
+    """Start everything, tell when it's ready, supervise until SIGTERM or SIGINT, stop everything.
+
+    Raises ConfigError, with one line of what to do, if it can't start.
+    """
+    house = House(options.data)
+    house.make()
+    lock = _Lock(house)
+    for name in reap(house.run):
+        say(f"ended a leftover {name}")
+    supervisor = Supervisor(house.run, inherited_environment() | _common_env(house, options))
+
+    def on_signal(*_: object) -> None:
+        supervisor.stopping = True
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, on_signal)
+    try:
+        content = _start_all(house, options, supervisor, say)
+        house.write(content)
+        say(f"ready: ingest {content.ingest}  proxy {content.proxy}  dashboard {content.analytics}")
+        while not supervisor.stopping:
+            for line in supervisor.watch():
+                say(line)
+            time.sleep(0.2)
+        say("stopping")
+    finally:
+        house.forget()
+        supervisor.stop()
+        lock._file.close()
+
+
+def _common_env(house: House, options: UpOptions) -> dict[str, str]:
+    return {
+        "POLAR_DATA": str(house.data),
+        "POLAR_SECRET": house.secret("session-keys"),
+        "POLAR_TOKEN": house.secret("token"),
+        "POLAR_WORK_CLASSES": "[" + ",".join(f'"{c}"' for c in options.work_classes) + "]",
+        "PYTHONUNBUFFERED": "1",
+        **options.env,
+    }
+
+
+def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Callable[[str], None]) -> HouseFile:
+    host = options.host
+    ports = {name: choose_port(name, options.ports.get(name), host) for name in PREFERRED_PORTS}
+    nats_url = f"nats://127.0.0.1:{ports['nats']}"
+    _start_nats(house, options, supervisor, ports["nats"])
+    asyncio.run(_topology(nats_url, options))
+    say("log ready")
+    supervisor_env = {"POLAR_NATS": nats_url}
+
+    def service(name: str, **env: str) -> Child:
+        ready = house.run / f"{name}.ready.json"
+        argv = [sys.executable, "-m", "polar_common.cli", "run-service", name]
+        settings = {"POLAR_READY_FILE": str(ready), "POLAR_HOST": host} | supervisor_env | env
+        child = supervisor.start(
+            Child(
+                name,
+                argv,
+                house.logs / f"{name}.log",
+                settings,
+                ready,
+                start_timeout_s=600 if name == "engine" else 120,
+            )
+        )
+        say(f"{name} ready")
+        return child
+
+    engine_url, model_dir = options.engine_url, options.tokenizer
+    if not engine_url:
+        engine = service(
+            "engine",
+            POLAR_ENGINE_PORT=str(ports["engine"]),
+            POLAR_ENGINE_HOST="127.0.0.1",
+            POLAR_ENGINE_READY_FILE=str(house.run / "engine.ready.json"),
+            POLAR_ENGINE_MODEL=options.model,
+            POLAR_ENGINE_THREADS=str(options.engine_threads),
+        )
+        facts = engine.facts() or {}
+        engine_url = f"http://127.0.0.1:{facts['port']}"
+        model_dir = model_dir or str(facts.get("path", ""))
+    service(
+        "proxy",
+        POLAR_PORT=str(ports["proxy"]),
+        POLAR_PROXY_ENGINES=f'["{engine_url}"]',
+        POLAR_PROXY_ENGINE_KIND=options.engine_kind,
+        POLAR_PROXY_MODEL_DIR=model_dir,
+        POLAR_PROXY_SOCKET=str(house.run / "proxy.sock"),
+    )
+    service("ingest", POLAR_PORT=str(ports["ingest"]))
+    service("reconstructor")
+    service("evaluator")
+    service("analytics", POLAR_PORT=str(ports["analytics"]), POLAR_ANALYTICS_CHDB=str(house.chdb))
+    service(
+        "gateway",
+        POLAR_GATEWAY_PROXY_URL=f"http://127.0.0.1:{ports['proxy']}",
+        POLAR_GATEWAY_PROXY_SOCKET=str(house.run / "proxy.sock"),
+        POLAR_GATEWAY_SLOTS=str(options.gateway_slots),
+    )
+    return HouseFile(
+        pid=os.getpid(),
+        started=process_started(os.getpid()),
+        nats=nats_url,
+        ingest=f"http://{host}:{ports['ingest']}",
+        proxy=f"http://{host}:{ports['proxy']}",
+        analytics=f"http://{host}:{ports['analytics']}",
+        engine=engine_url,
+        model=options.model,
+    )
+
+
+def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: int) -> None:
+    name = "polar"
+    config = NatsConfig(data=house.nats, port=port, name=name, sync=options.sync)
+    file = house.run / "nats.conf"
+    file.write_text(server_config(config))
+
+    def greets() -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 1) as sock:
+                return f'"server_name":"{name}"'.encode() in sock.recv(4096)
+        except OSError:
+            return False
+
+    supervisor.start(Child("nats", [str(find_binary()), "-c", str(file)], house.logs / "nats.log", ready=greets))
+
+
+async def _topology(url: str, options: UpOptions) -> None:
+    bus = await Bus.connect(url, "up")
+    try:
+        await apply(bus.js, Topology(work_classes=options.work_classes))
+    finally:
+        await bus.close()
