@@ -151,20 +151,33 @@ class Renderer(Protocol):
         """
         ...
 
-    def tail(self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head) -> list[int] | None:
+    def tail(
+        self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head, *, prefill: bool = False
+    ) -> list[int] | None:
         """Ids that follow an ended assistant turn `answer` after `history`: the new messages and the generation prompt.
 
         To be appended to prompt + sampled ids (+ `close_ids` where the sample isn't closed). None: this model can't
-        continue this shape exactly; render in full and start a new chain (`bridge_refused`).
+        continue this shape exactly; render in full and start a new chain (`bridge_refused`). `prefill`: the last new
+        message is an unfinished assistant turn.
         """
         ...
 
-    def parse(self, ids: Sequence[int], head: Head) -> Answer: ...
+    def parse(self, ids: Sequence[int], head: Head, *, prefill: str = "") -> Answer: ...
 
-    def parser(self, head: Head) -> StreamParser: ...
+    def parser(self, head: Head, *, prefill: str = "") -> StreamParser:
+        """A parser of one sample. `prefill`: the text of the unfinished turn that the sample goes on with."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens shown."""
+        ...
+
+    def decode_tokens(self, ids: Sequence[int]) -> list[str]:
+        """One text per id; joined they are `decode(ids)`. A shared character shows at the id that completes it."""
+        ...
+
+    def control_tokens(self, text: str) -> list[str]:
+        """Special tokens spelled out in a text: rendered, they would be control tokens. To flag tool output."""
         ...
 
     def prove(self) -> Proof: ...

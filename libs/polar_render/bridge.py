@@ -18,12 +18,12 @@ from .base import Answer, Head, Proof, Provenance, StreamParser
 from .discover import find_end, find_shape
 from .jinja import Template, TemplateValue
 from .messages import Json, Message, Text, dump
-from .parsing import HermesParser, Tags
-from .proof import Features, needs, prove
+from .parsing import TaggedParser, Tags, ToolFormat
+from .proof import Features, needs, prove, reads_back
 from .shape import Shape, call_names, prompt_text, to_chat, to_tools
 from .vocabulary import Vocabulary
 
-__all__ = ["Bridging", "ChatText", "TemplateRenderer"]
+__all__ = ["Bridging", "ChatText", "TemplateRenderer", "missing", "split_prefill"]
 
 PLACEHOLDER = "qPolarPlaceholderq"
 _OPENING = Message("user", (Text("x"),))
@@ -38,7 +38,7 @@ class Bridging:
 
 
 class ChatText:
-    """Messages to text, by a template. `first` is the number of the first message, for errors."""
+    """Messages to text, by a template."""
 
     def __init__(self, template: Template, shape: Shape) -> None:
         self._template = template
@@ -51,14 +51,13 @@ class ChatText:
         *,
         generate: bool,
         names: dict[str, str] | None = None,
-        first: int = 0,
     ) -> str:
-        chat = to_chat(messages, self.shape, names, first)
+        chat = to_chat(messages, self.shape, names)
         args: dict[str, TemplateValue] = dict(head.template_args)
         return self._template(chat, to_tools(head.tools), args, generate=generate)
 
 
-def _split_prefill(messages: Sequence[Message], prefill: bool) -> tuple[Sequence[Message], str]:
+def split_prefill(messages: Sequence[Message], prefill: bool) -> tuple[Sequence[Message], str]:
     """The messages before an unfinished assistant turn, and its text."""
     if not prefill:
         return messages, ""
@@ -76,10 +75,10 @@ def _placeholder(answer: Message) -> Message:
     return Message("assistant", (Text(PLACEHOLDER), *calls))
 
 
-def missing(messages: Sequence[Message], text: str, first: int = 0) -> str:
+def missing(messages: Sequence[Message], text: str) -> str:
     """The first message whose text isn't in the rendering, in order: `messages[i]`; "" if all are there."""
     at = 0
-    for number, message in enumerate(messages, first):
+    for number, message in enumerate(messages):
         wanted = prompt_text(message, "").strip()
         found = text.find(wanted, at)
         if found < 0:
@@ -101,6 +100,7 @@ class TemplateRenderer:
         stop_ids: Sequence[int],
         provenance: Provenance,
         keep_thinking: bool = True,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self.vocabulary = vocabulary
         self._provenance = provenance
@@ -108,10 +108,23 @@ class TemplateRenderer:
         self._source = source
         self._tags: dict[bytes, Tags] = {}
         self._stop_ids = tuple(stop_ids)
-        self.chat = ChatText(template, find_shape(template))
-        self._end, self._end_id = find_end(template, self.chat.shape, vocabulary)
+
+        def write(chat: list[dict[str, TemplateValue]]) -> str:
+            return template(chat, None, {}, generate=False)
+
+        self.chat = ChatText(template, find_shape(write))
+        self._end, self._end_id = find_end(write, self.chat.shape, vocabulary)
+        self._format = tool_format or self._find_format()
         self._bridging = Bridging()
         self._features = self._examine()
+
+    def _find_format(self) -> ToolFormat:
+        """The format in which the template itself writes calls; `hermes` where none reads them back."""
+        formats: tuple[ToolFormat, ...] = ("hermes", "qwen3_coder")
+        for self._format in formats:
+            if not reads_back(self):
+                return self._format
+        return formats[0]
 
     def _examine(self) -> Features:
         """Proves the cheapest way to make tails that works for all shapes, or else the one that works for most."""
@@ -142,15 +155,15 @@ class TemplateRenderer:
 
     def full(self, messages: Sequence[Message], head: Head, *, generate: bool, prefill: bool = False) -> list[int]:
         """The full rendering whatever the proof says: it is what the proof compares with."""
-        before, unfinished = _split_prefill(messages, prefill)
+        before, unfinished = split_prefill(messages, prefill)
         return self.vocabulary.encode(self.chat(before, head, generate=generate) + unfinished)
 
     def render(self, messages: Sequence[Message], head: Head, *, prefill: bool = False) -> list[int]:
-        before, unfinished = _split_prefill(messages, prefill)
+        before, unfinished = split_prefill(messages, prefill)
         self._features.require(before, head, prefill)
         text = self.chat(before, head, generate=True)
         if lost := missing(before, text):
-            raise RenderError(f"{lost}: the template drops this {before[int(lost[9:-1])].role} message")
+            raise RenderError(f"{lost}: the template drops this message")
         return self.vocabulary.encode(text + unfinished)
 
     def tail(
@@ -170,7 +183,7 @@ class TemplateRenderer:
         self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head, *, prefill: bool = False
     ) -> list[int] | None:
         """The tail whatever the proof says: it is what the proof examines."""
-        messages, unfinished = _split_prefill(new, prefill)
+        messages, unfinished = split_prefill(new, prefill)
         how = self._bridging
         names = call_names((*(history if how.whole else ()), answer))
         before = [*history, _placeholder(answer)] if how.whole else [_OPENING, _placeholder(answer)]
@@ -198,14 +211,15 @@ class TemplateRenderer:
             return False
         return after.startswith(before[: before.rfind(self._end) + len(self._end)])
 
-    def parse(self, ids: Sequence[int], head: Head) -> Answer:
-        parser = self.parser(head)
+    def parse(self, ids: Sequence[int], head: Head, *, prefill: str = "") -> Answer:
+        parser = self.parser(head, prefill=prefill)
         parser.feed(ids)
         parser.finish()
         return parser.answer()
 
-    def parser(self, head: Head) -> StreamParser:
-        return HermesParser(self.vocabulary, self._stop_ids, head, self._thinking_tags(head.template_args))
+    def parser(self, head: Head, *, prefill: str = "") -> StreamParser:
+        tags = self._thinking_tags(head.template_args)
+        return TaggedParser(self.vocabulary, self._stop_ids, head, tags, self._format, prefill)
 
     def _thinking_tags(self, args: dict[str, Json]) -> Tags:
         """Whether an answer may begin with thinking, or the generation prompt has already begun it."""
@@ -220,8 +234,10 @@ class TemplateRenderer:
         return self.vocabulary.decode(ids)
 
     def decode_tokens(self, ids: Sequence[int]) -> list[str]:
-        """One text per id, lossless when joined."""
         return self.vocabulary.decode_tokens(ids)
+
+    def control_tokens(self, text: str) -> list[str]:
+        return self.vocabulary.control_tokens(text)
 
     def prove(self) -> Proof:
         return self._features.proof

@@ -28,7 +28,6 @@ class CallScanner:
         self.raw = ""
         self.name: str | None = None
         self.arguments = ""
-        self.started = False
         self._state: _State = "open"
         self._key = ""
         self._value = ""
@@ -41,11 +40,6 @@ class CallScanner:
     def broken(self) -> bool:
         return self._state == "broken"
 
-    @property
-    def complete(self) -> bool:
-        """The outer object is closed and nothing but blanks followed."""
-        return self._state == "end" and self.name is not None
-
     def feed(self, text: str) -> None:
         self.raw += text
         at = 0
@@ -53,7 +47,7 @@ class CallScanner:
             at = self._step(text, at)
 
     def finish(self) -> None:
-        """The text is over: a name that never came, or a call that isn't closed, is broken."""
+        """The text is over: broken is what has no name, isn't closed, or has more than blanks behind it."""
         if self._state != "end" or self.name is None:
             self._state = "broken"
 
@@ -177,7 +171,6 @@ class CallScanner:
             self._value += text
 
     def _argue(self, text: str) -> None:
-        self.started = self.started or bool(text)
         self.arguments += text
 
     def _end_value(self) -> None:

@@ -1,4 +1,6 @@
-"""Sampled ids in, answer events out, for models that write tool calls as `<tool_call>` JSON (`hermes`).
+"""Sampled ids in, answer events out, for models that write tool calls between `<tool_call>` tags.
+
+What stands between the tags is JSON (`hermes`) or XML-like parameters (`qwen3_coder`).
 
 The parser works on ids so that it knows where in the sample a call ended, and on text so that any way of spelling a
 tag in ids is the same tag. Line breaks that belong to the format (around thinking, before and after calls) are not
@@ -9,6 +11,7 @@ parsed answer gives the sampled text back when the sample is written the templat
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Literal
 
@@ -27,8 +30,9 @@ from .callscan import CallScanner
 from .messages import Part, Text, Thinking, ToolCall, ToolSpec
 from .shape import tool_names
 from .vocabulary import TextDecoder, Vocabulary
+from .xmlscan import XmlScanner
 
-__all__ = ["HermesParser", "Tags", "custom_input"]
+__all__ = ["TaggedParser", "Tags", "ToolFormat", "custom_input"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _UNTHINK = "<think>", "</think>"
@@ -37,13 +41,16 @@ Tags = Literal["none", "allowed", "open"]
 """Thinking: `none` has no tags, `allowed` may begin with one, `open`: the prompt already opened it."""
 
 
+ToolFormat = Literal["hermes", "qwen3_coder"]
+"""What stands between the tags."""
+
+
 def _held(text: str, tag: str) -> int:
     """How many characters at the end of `text` may be the beginning of a line break and `tag`, or of `tag`."""
-    for mark in ("\n" + tag, tag):
-        for size in range(min(len(mark) - 1, len(text)), 0, -1):
-            if text.endswith(mark[:size]):
-                return size
-    return 0
+    at = text.rfind("<", max(0, len(text) - len(tag) + 1))
+    if at >= 0 and tag.startswith(text[at:]):
+        return len(text) - at + (text[at - 1 : at] == "\n")
+    return int(text.endswith("\n"))
 
 
 def custom_input(arguments: str) -> str | None:
@@ -57,17 +64,29 @@ def custom_input(arguments: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class HermesParser:
+class TaggedParser:
     """See `StreamParser`. One parser reads one sample."""
 
-    def __init__(self, vocabulary: Vocabulary, stop_ids: Sequence[int], head: Head, thinking: Tags = "allowed") -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop_ids: Sequence[int],
+        head: Head,
+        thinking: Tags = "allowed",
+        tool_format: ToolFormat = "hermes",
+        prefill: str = "",
+    ) -> None:
         self._vocabulary = vocabulary
         self._stop = frozenset(stop_ids)
         self._head = head
         self._tags: Tags = thinking
+        self._format: ToolFormat = tool_format
+        self._prefill = prefill
         self._tools: dict[str, ToolSpec] = tool_names(head.tools)
         self._decoder = TextDecoder(vocabulary)
         self._ids: list[int] = []
+        self._marks: list[int] = []
+        self._length = 0
         self._over = False
         self._buffer = ""
         self._state: Literal["lead", "thinking", "text", "call"] = {
@@ -76,12 +95,29 @@ class HermesParser:
         self._skip = 1 if thinking == "open" else 0
         self._blank = ""
         self._calls = 0
-        self._call = CallScanner()
+        self._call: CallScanner | XmlScanner = self._scanner()
         self._told = 0
         self._announced = False
         self._events: list[AnswerEvent] = []
         self._parts: list[Part] = []
         self._malformed: list[str] = []
+
+        if prefill:
+            self._resume(prefill)
+
+    def _resume(self, prefill: str) -> None:
+        """Reads what the request itself wrote into this turn: it sets the state and is no part of the answer."""
+        self._append(prefill)
+        self._run()
+        self._events, self._parts, self._malformed = [], [], []
+        self._calls = 0
+
+    def _scanner(self) -> CallScanner | XmlScanner:
+        return CallScanner() if self._format == "hermes" else XmlScanner(self._tools)
+
+    def _append(self, text: str) -> None:
+        self._buffer += text
+        self._length += len(text)
 
     def feed(self, ids: Sequence[int]) -> list[AnswerEvent]:
         self._events = []
@@ -90,11 +126,13 @@ class HermesParser:
             if self._over:
                 continue
             if token in self._stop:
+                self._run()
                 self._end()
                 continue
-            if text := self._decoder.feed(token):
-                self._buffer += text
-                self._run()
+            self._append(self._decoder.feed(token))
+            self._marks.append(self._length)
+        if not self._over:
+            self._run()
         return self._events
 
     def finish(self) -> list[AnswerEvent]:
@@ -105,12 +143,18 @@ class HermesParser:
 
     def answer(self) -> Answer:
         if not self._over:
-            whole = HermesParser(self._vocabulary, tuple(self._stop), self._head, self._tags)
+            whole = TaggedParser(
+                self._vocabulary, tuple(self._stop), self._head, self._tags, self._format, self._prefill
+            )
             whole.feed(self._ids)
             whole.finish()
             return whole.answer()
         closed = bool(self._ids) and self._ids[-1] in self._stop
         return Answer(tuple(self._parts), closed, tuple(self._malformed))
+
+    def _consumed(self) -> int:
+        """The number of ids whose text has been consumed, the one that holds the last consumed character included."""
+        return min(bisect_left(self._marks, self._length - len(self._buffer)) + 1, len(self._marks))
 
     # -- the machine: each step consumes from the buffer and says whether another step may follow
 
@@ -158,7 +202,7 @@ class HermesParser:
             self._say(self._buffer[:at].removesuffix("\n"))
             self._buffer = self._buffer[at + len(_OPEN) :]
             self._state, self._blank = "call", ""
-            self._call, self._told, self._announced = CallScanner(), 0, False
+            self._call, self._told, self._announced = self._scanner(), 0, False
             return True
         keep = len(self._buffer) - _held(self._buffer, _OPEN)
         self._say(self._buffer[:keep])
@@ -243,11 +287,11 @@ class HermesParser:
                 self._events.append(ToolCallDelta(self._calls, arguments))
         self._parts.append(ToolCall("", name, arguments, namespace, custom))
         if closed or not scanner.broken:
-            self._events.append(ToolCallDone(self._calls, len(self._ids)))
+            self._events.append(ToolCallDone(self._calls, self._consumed()))
         self._calls += 1
 
     def _end(self) -> None:
-        self._buffer += self._decoder.finish()
+        self._append(self._decoder.finish())
         self._run()
         self._over = True
         rest, self._buffer = self._buffer, ""

@@ -18,6 +18,7 @@ from .base import Provenance, Renderer
 from .bridge import TemplateRenderer
 from .jinja import compile_template
 from .messages import Json
+from .packaged import PackagedRenderer, known_name
 from .vocabulary import Vocabulary, eos_ids, read_json
 
 __all__ = ["CHATML_TOOLS", "ModelProfile", "load_renderer", "profile_for"]
@@ -41,7 +42,7 @@ class ModelProfile:
     directory: Path
     template: str = "own"
     renderer: str = "auto"
-    tool_format: Literal["hermes"] = "hermes"
+    tool_format: Literal["auto", "hermes", "qwen3_coder"] = "auto"
     thinking: Literal["keep", "follow"] = "keep"
     context_window: int = 0
     stop_tokens: tuple[str, ...] = ()
@@ -110,31 +111,59 @@ def profile_for(directory: Path | str, *, model: str = "") -> ModelProfile:
 def load_renderer(profile: ModelProfile) -> Renderer:
     """The proven renderer of a profile. Takes a fraction of a second: make it once.
 
-    Raises ConfigError where tokenizer, template or stop tokens are unusable.
+    Raises ConfigError where tokenizer, template, stop tokens or renderer are unusable.
     """
     vocabulary = Vocabulary.load(profile.directory)
+    stops = _stop_ids(profile, vocabulary)
+    name = known_name(profile.model) if profile.renderer == "auto" else profile.renderer
+    if name and name != "template":
+        packaged = _packaged(profile, vocabulary, stops, name)
+        if profile.renderer != "auto" or packaged.prove().exact:
+            return packaged
+    return _bridged(profile, vocabulary, stops)
+
+
+def _stop_ids(profile: ModelProfile, vocabulary: Vocabulary) -> tuple[int, ...]:
     stops = list(eos_ids(profile.directory, vocabulary))
     for token in profile.stop_tokens:
         if (found := vocabulary.id_of(token)) is None:
             raise ConfigError(f"{token!r} is no token of this model", "stop_tokens")
         stops.append(found)
-    source = _template(profile)
-    provenance = Provenance(
+    return tuple(dict.fromkeys(stops))
+
+
+def _provenance(profile: ModelProfile, vocabulary: Vocabulary, source: str, renderer: str) -> Provenance:
+    return Provenance(
         model=profile.model,
         tokenizer_hash=vocabulary.fingerprint,
         template_hash=hashlib.sha256(source.encode()).hexdigest(),
-        renderer="template",
-        renderer_version=_version(),
+        renderer=renderer,
+        renderer_version=_version("polar-rl" if renderer == "template" else "renderers"),
     )
+
+
+def _packaged(profile: ModelProfile, vocabulary: Vocabulary, stops: tuple[int, ...], name: str) -> PackagedRenderer:
+    source = _own_template(profile.directory)
+    provenance = _provenance(profile, vocabulary, source, f"renderers/{name}")
+    return PackagedRenderer(vocabulary, name, source, stops, provenance, profile.thinking == "keep")
+
+
+def _bridged(profile: ModelProfile, vocabulary: Vocabulary, stops: tuple[int, ...]) -> TemplateRenderer:
+    source = _template(profile)
     names: dict[str, Json] = dict(_special_names(profile.directory))
-    template = compile_template(source, names | profile.template_args)
     return TemplateRenderer(
-        vocabulary, template, source, tuple(dict.fromkeys(stops)), provenance, profile.thinking == "keep"
+        vocabulary,
+        compile_template(source, names | profile.template_args),
+        source,
+        stops,
+        _provenance(profile, vocabulary, source, "template"),
+        keep_thinking=profile.thinking == "keep",
+        tool_format=None if profile.tool_format == "auto" else profile.tool_format,
     )
 
 
-def _version() -> str:
+def _version(distribution: str) -> str:
     try:
-        return metadata.version("polar-rl")
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "unreleased"

@@ -8,18 +8,20 @@ came before shows up. What fails is refused at run time with the reason found he
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from os.path import commonprefix
 from typing import Literal, Protocol
 
 from polar_common.errors import RenderError
 
-from .base import Check, Head, Proof
+from .base import Answer, Check, Head, Proof
 from .messages import Message, Text, Thinking, ToolCall, ToolSpec, text_of
 from .vocabulary import Vocabulary
 
-__all__ = ["Features", "Subject", "marked", "needs", "prove"]
+__all__ = ["Features", "Subject", "needs", "prove", "reads_back"]
 
 
 class Subject(Protocol):
@@ -38,6 +40,8 @@ class Subject(Protocol):
     def bridge(
         self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head, *, prefill: bool = False
     ) -> list[int] | None: ...
+
+    def parse(self, ids: Sequence[int], head: Head) -> Answer: ...
 
 
 # -- the matrix ------------------------------------------------------------------------------------------------------
@@ -181,6 +185,7 @@ class Features:
             return
         if head.tools:
             self._refuse("tools", "tools")
+            self._refuse("calls read back", "tools")
         lead = True
         for number, message in enumerate(messages):
             where = f"messages[{number}]"
@@ -211,7 +216,7 @@ def _in_order(text: str, words: Iterable[str]) -> str:
     return ""
 
 
-def marked(message: Message) -> list[str]:
+def _marked(message: Message) -> list[str]:
     """The words by which a probe is recognised in a rendering: visible text, then names and arguments of calls."""
     words = text_of(message).split()
     for call in message.tool_calls:
@@ -243,7 +248,7 @@ def _check_tail(subject: Subject, history: Sequence[Message], case: _Case, promp
     lost = _in_order(text, [w for m in case.new for w in text_of(m).split()])
     if lost:
         return f"{lost!r} of a new message is not in the tail, or not in its place"
-    if spilled := [w for w in marked(case.answer) if w.startswith("oak") and w in text]:
+    if spilled := [w for w in _marked(case.answer) if w.startswith("oak") and w in text]:
         return f"{spilled[0]!r} of the answer is in the tail"
     unfinished = subject.vocabulary.encode(text_of(case.new[-1])) if case.prefill else []
     if list(tail[len(tail) - len(prompt) - len(unfinished) :][: len(prompt)]) != list(prompt):
@@ -277,6 +282,33 @@ def _renderings(subject: Subject) -> dict[str, str]:
             subject, [ask, _answer("", _call("oakarg"), thinking="oakthought"), _T], _TOOLS, ["oakthought", "oakarg"]
         ),
     }
+
+
+def reads_back(subject: Subject) -> str:
+    """Why the parser doesn't read calls back as the template writes them; "" if it does."""
+    ask = _user("firone")
+    try:
+        whole = subject.full([ask, _TWO], _TOOLS, generate=False)
+        prompt = subject.full([ask], _TOOLS, generate=True)
+    except RenderError as error:
+        return str(error)
+    start = len(commonprefix([whole, prompt]))
+    ends = [i for i, token in enumerate(whole) if token in subject.close_ids]
+    sample = whole[start : ends[-1] + 1 if ends else len(whole)]
+    wanted = [json.loads(c.arguments) for c in _TWO.tool_calls]
+    for before in ("", "</think>\n\n"):
+        answer = subject.parse([*subject.vocabulary.encode(before), *sample], _TOOLS)
+        calls = [p for p in answer.parts if isinstance(p, ToolCall)]
+        if [_parsed(c.arguments) for c in calls] == wanted and {c.name for c in calls} == {_TOOL.name}:
+            return ""
+    return "tool calls as the template writes them are not read by the parser: name another tool_format"
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return None
 
 
 def _append_only(subject: Subject) -> str:
@@ -325,4 +357,5 @@ def prove(subject: Subject) -> list[Check]:
             problems = (_check_tail(subject, history, case, prompt) for case in cases for history in _HISTORIES)
             reasons[feature] = next(filter(None, problems), "")
     reasons |= _renderings(subject) | {"append only": _append_only(subject)}
+    reasons["calls read back"] = reads_back(subject)
     return [Check(feature, not reason, reason) for feature, reason in reasons.items()]

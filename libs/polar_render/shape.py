@@ -123,15 +123,15 @@ def _assistant(message: Message, where: str, shape: Shape) -> dict[str, Template
 
 
 def to_chat(
-    messages: Sequence[Message], shape: Shape, names: dict[str, str] | None = None, first: int = 0
+    messages: Sequence[Message], shape: Shape, names: dict[str, str] | None = None
 ) -> list[dict[str, TemplateValue]]:
-    """Chat dicts, one per message. `names` are tool names by call id, for tool results; `first` numbers the messages.
+    """Chat dicts, one per message. `names` are tool names by call id, for tool results.
 
     Raises RenderError naming the message.
     """
     names = call_names(messages) if names is None else names
     chat: list[dict[str, TemplateValue]] = []
-    for number, message in enumerate(messages, first):
+    for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role == "assistant":
             chat.append(_assistant(message, where, shape))

@@ -112,6 +112,7 @@ class Vocabulary:
         added = cast(list[dict[str, Json]], spec.get("added_tokens") or [])
         self.added: dict[str, int] = {str(t["content"]): cast(int, t["id"]) for t in added}
         self.special: frozenset[str] = frozenset(str(t["content"]) for t in added if t.get("special"))
+        self.special_ids: frozenset[int] = frozenset(self.added[t] for t in self.special)
         self._added_by_id = {i: text for text, i in self.added.items()}
         kinds = _decoder_kinds(spec.get("decoder"))
         self._byte_level = "ByteLevel" in kinds
