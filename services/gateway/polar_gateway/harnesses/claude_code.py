@@ -1,0 +1,82 @@
+"""Claude Code: Anthropic Messages. A native program; no node is needed to run it."""
+
+from __future__ import annotations
+
+import json
+
+from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe, dump, servers, text, texts
+
+__all__ = ["ClaudeCode"]
+
+_BINARY = "node_modules/@anthropic-ai/claude-code-linux-x64/claude"
+
+
+class ClaudeCode(Harness):
+    """Arguments: `mcp_servers`, `append_system_prompt`, `allowed_tools`, `disallowed_tools`, `max_turns`, `options`.
+
+    Its Bash tool may be used without asking; as root it would refuse that unless told that it is in a sandbox. An
+    unknown model name is accepted. A 401 makes it retry for minutes, so the number of retries is set.
+    """
+
+    name = "claude_code"
+    version = "2.1.332"
+    recipe = Recipe("npm", (f"@anthropic-ai/claude-code@{version}",), probe=_BINARY)
+    apis = ("anthropic",)
+    known_args = frozenset(
+        {"mcp_servers", "append_system_prompt", "allowed_tools", "disallowed_tools", "max_turns", "options"}
+    )
+    session_header = "x-claude-code-session-id"
+    subagent_header = "x-claude-code-agent-id"
+
+    def launch(self, ctx: LaunchContext) -> Launch:
+        self.check(ctx)
+        argv = [f"{ctx.toolchain}/{_BINARY}", "-p", "--output-format", "json", "--model", ctx.model]
+        argv += ["--dangerously-skip-permissions"]
+        files = {}
+        if found := servers(ctx.args):
+            path = f"{ctx.home}/.polar/mcp.json"
+            files[path] = dump({"mcpServers": found})
+            argv += ["--mcp-config", path, "--strict-mcp-config"]
+        if prompt := text(ctx.args, "append_system_prompt"):
+            argv += ["--append-system-prompt", prompt]
+        for name in ("allowed_tools", "disallowed_tools"):
+            if tools := texts(ctx.args, name):
+                argv += [f"--{name.replace('_', '-')}", ",".join(tools)]
+        if turns := text(ctx.args, "max_turns"):
+            argv += ["--max-turns", turns]
+        return Launch(
+            (*argv, *texts(ctx.args, "options")), self._environment(ctx), files, stdin=ctx.instruction.encode()
+        )
+
+    def _environment(self, ctx: LaunchContext) -> dict[str, str]:
+        return {
+            "ANTHROPIC_BASE_URL": ctx.base_url,
+            "ANTHROPIC_API_KEY": ctx.api_key,
+            "ANTHROPIC_SMALL_FAST_MODEL": ctx.model,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(ctx.max_tokens_per_call),
+            "CLAUDE_CODE_MAX_RETRIES": str(ctx.retries),
+            "API_TIMEOUT_MS": str(int(ctx.call_timeout_s * 1000)),
+            "DISABLE_AUTOUPDATER": "1",
+            "IS_SANDBOX": "1",
+        }
+
+    def classify_exit(self, exit_code: int, output_tail: str) -> Exit:
+        """Its result is one JSON object, which says of an error what the exit code may not."""
+        result = _result(output_tail)
+        if result.get("subtype") == "error_max_turns":
+            return Exit("budget_exhausted", "the number of turns is used up")
+        if exit_code == 0 and result.get("is_error") is True:
+            return super().classify_exit(1, str(result.get("result", "")))
+        return super().classify_exit(exit_code, str(result.get("result") or output_tail))
+
+
+def _result(tail: str) -> dict[str, object]:
+    for line in reversed(tail.splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:
+                return {}
+            return found if isinstance(found, dict) else {}
+    return {}

@@ -1,0 +1,54 @@
+"""Qwen Code: OpenAI Chat."""
+
+from __future__ import annotations
+
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, dump, servers, texts
+
+__all__ = ["QwenCode"]
+
+_PACKAGE = "@qwen-code/qwen-code"
+_CLI = f"node_modules/{_PACKAGE}/cli.js"
+
+
+class QwenCode(Harness):
+    """Arguments: `mcp_servers`, `options`. Telemetry and updates are off by settings; every tool call is allowed.
+
+    Without a finish reason in a stream it gives up after five tries; on 429 it goes on for more than a minute.
+    """
+
+    name = "qwen_code"
+    version = "0.24.4"
+    recipe = Recipe("npm", (f"{_PACKAGE}@{version}",), node=(20, 0), probe=_CLI)
+    apis = ("openai-chat",)
+    known_args = frozenset({"mcp_servers", "options"})
+
+    def launch(self, ctx: LaunchContext) -> Launch:
+        self.check(ctx)
+        settings: dict[str, object] = {
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {"enableAutoUpdate": False, "disableAutoUpdate": True, "disableUpdateNag": True},
+            "security": {"auth": {"selectedType": "openai"}},
+            "model": {
+                "name": ctx.model,
+                "generationConfig": {
+                    "timeout": int(ctx.call_timeout_s * 1000),
+                    "maxRetries": ctx.retries,
+                    "contextWindowSize": ctx.context_window,
+                    "samplingParams": {"max_tokens": ctx.max_tokens_per_call},
+                },
+            },
+            "mcpServers": servers(ctx.args),
+        }
+        argv = [f"{ctx.toolchain}/bin/node", f"{ctx.toolchain}/{_CLI}", "--yolo", "--auth-type", "openai"]
+        return Launch(
+            (*argv, *texts(ctx.args, "options")),
+            {
+                "OPENAI_API_KEY": ctx.api_key,
+                "OPENAI_BASE_URL": f"{ctx.base_url}/v1",
+                "OPENAI_MODEL": ctx.model,
+                "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+            },
+            {f"{ctx.home}/.qwen/settings.json": dump(settings)},
+            stdin=ctx.instruction.encode(),
+        )

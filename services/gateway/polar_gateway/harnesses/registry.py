@@ -1,0 +1,46 @@
+"""Harnesses by name: the built-in ones, entry points in the group `polar.harnesses`, or `module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+
+from polar_common.errors import ConfigError
+from polar_gateway.harnesses.base import Harness
+
+__all__ = ["find", "names"]
+
+_GROUP = "polar.harnesses"
+_HERE = "polar_gateway.harnesses"
+_BUILT_IN = {
+    "aider": f"{_HERE}.aider:Aider",
+    "claude_code": f"{_HERE}.claude_code:ClaudeCode",
+    "codex": f"{_HERE}.codex:Codex",
+    "command": f"{_HERE}.command:Command",
+    "gemini_cli": f"{_HERE}.gemini_cli:GeminiCli",
+    "lm_eval": f"{_HERE}.lm_eval:LmEval",
+    "mini_swe_agent": f"{_HERE}.mini_swe_agent:MiniSweAgent",
+    "opencode": f"{_HERE}.opencode:OpenCode",
+    "pi": f"{_HERE}.pi:Pi",
+    "qwen_code": f"{_HERE}.qwen_code:QwenCode",
+}
+
+
+def names() -> list[str]:
+    """All names that `find` knows."""
+    return sorted({*_BUILT_IN, *(e.name for e in entry_points(group=_GROUP))})
+
+
+def find(name: str) -> Harness:
+    """The harness of that name. `ConfigError`, with the known names, where there is none."""
+    where = _BUILT_IN.get(name) or next((e.value for e in entry_points(group=_GROUP) if e.name == name), name)
+    module, colon, attribute = where.partition(":")
+    if not colon:
+        raise ConfigError(f"unknown harness {name!r}; known: {', '.join(names())}, or module:Class", "harness.name")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"cannot load {where!r}: {error}", "harness.name") from error
+    if not (isinstance(found, type) and issubclass(found, Harness)):
+        raise ConfigError(f"{where!r} isn't a Harness", "harness.name")
+    return found()
