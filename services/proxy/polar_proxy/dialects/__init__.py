@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from .anthropic import Anthropic
 from .base import Dialect, Route
 from .openai_chat import OpenAIChat
+from .openai_responses import OpenAIResponses
 
 __all__ = ["ALL", "BY_NAME", "route"]
 
-ALL: tuple[Dialect, ...] = (Anthropic(), OpenAIChat())
+ALL: tuple[Dialect, ...] = (Anthropic(), OpenAIResponses(), OpenAIChat())
 BY_NAME: dict[str, Dialect] = {dialect.name: dialect for dialect in ALL}
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import orjson
 
 from polar_common.errors import PolarError
+from polar_proxy.dialects import sequence
 from polar_proxy.dialects.arguments import as_object, object_text
 from polar_proxy.dialects.base import ChatRequest, Finish, Frame, Minted, Reply, Usage
 from polar_proxy.dialects.faults import Fault, fault, token_counts
 from polar_proxy.dialects.fields import Json, Obj
 from polar_proxy.dialects.parts import joined
-from polar_render.base import AnswerEvent, TextDelta, ThinkingDelta, ToolCallDelta, ToolCallDone, ToolCallStarted
+from polar_render.base import AnswerEvent
 from polar_render.messages import Part, Text, Thinking, ToolCall
 
 __all__ = ["AnthropicEncoder", "encode", "error_body", "models"]
@@ -31,6 +32,12 @@ _STOP: dict[Finish, str] = {
 }
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
+_BODY = {
+    "text": b'{"type":"text_delta","text":',
+    "thinking": b'{"type":"thinking_delta","thinking":',
+    "signature": b'{"type":"signature_delta","signature":',
+    "tool": b'{"type":"input_json_delta","partial_json":',
+}
 
 
 def _usage(usage: Usage, completion_tokens: int) -> Obj:
@@ -92,17 +99,15 @@ def _event(name: bytes, data: Obj) -> bytes:
 
 
 class AnthropicEncoder:
-    """One streamed message. `_open` is the kind of the open block: "", "text", "thinking" or "tool"."""
+    """One streamed message."""
 
     def __init__(self, request: ChatRequest, minted: Sequence[Minted]) -> None:
         self._request = request
         self._minted = minted[0]
-        self._open = ""
+        self._order = sequence.Sequence()
         self._index = -1
         self._thoughts = 0
-        self._tool = -1
         self._arguments: list[str] = []
-        self._waiting: list[AnswerEvent] = []
 
     def start(self, usage: Usage) -> list[Frame]:
         message: Obj = {
@@ -118,82 +123,46 @@ class AnthropicEncoder:
         return [Frame(_event(b"message_start", {"type": "message_start", "message": message}) + _PING)]
 
     def feed(self, event: AnswerEvent, choice: int = 0) -> list[Frame]:
-        if self._open == "tool" and not self._of_open_tool(event):
-            self._waiting.append(event)
-            return []
-        if isinstance(event, TextDelta):
-            return self._delta("text", event.text)
-        if isinstance(event, ThinkingDelta):
-            return self._delta("thinking", event.text)
-        if isinstance(event, ToolCallStarted):
-            return self._start_tool(event)
-        if isinstance(event, ToolCallDelta):
-            self._arguments.append(event.arguments)
-            return []
-        if isinstance(event, ToolCallDone):
-            return self._close_tool()
-        return []
+        return [frame for step in self._order.feed(event) for frame in self._frames(step)]
 
-    def _of_open_tool(self, event: AnswerEvent) -> bool:
-        return isinstance(event, ToolCallDelta | ToolCallDone) and event.index == self._tool
+    def _frames(self, step: sequence.Step) -> list[Frame]:
+        if isinstance(step, sequence.Piece):
+            if step.kind == "tool":
+                self._arguments.append(step.text)
+                return []
+            return [self._delta(_BODY[step.kind], step.text)]
+        if isinstance(step, sequence.Opened):
+            return [self._opened(step)]
+        return self._closed(step)
 
-    def _delta(self, kind: str, text: str) -> list[Frame]:
-        if not text:
-            return []
-        frames = [] if self._open == kind else [*self._close(), self._start_block(kind)]
-        body = b'{"type":"text_delta","text":' if kind == "text" else b'{"type":"thinking_delta","thinking":'
-        frames.append(Frame(_DELTA % self._index + body + _dumps(text) + b"}}\n\n"))
-        return frames
+    def _delta(self, body: bytes, text: str) -> Frame:
+        return Frame(_DELTA % self._index + body + _dumps(text) + b"}}\n\n")
 
-    def _start_block(self, kind: str, block: Obj | None = None) -> Frame:
-        self._open = kind
+    def _opened(self, step: sequence.Opened) -> Frame:
         self._index += 1
-        if block is None:
-            block = {"type": "text", "text": ""}
-            if kind == "thinking":
-                block = {"type": "thinking", "thinking": "", "signature": ""}
+        block: Obj = {"type": "text", "text": ""}
+        if step.kind == "thinking":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif step.call is not None:
+            self._arguments = []
+            identity = self._minted.tool_id(step.call.index)
+            block = {"type": "tool_use", "id": identity, "name": step.call.name, "input": {}}
         start: Obj = {"type": "content_block_start", "index": self._index, "content_block": block}
         return Frame(_event(b"content_block_start", start))
 
-    def _start_tool(self, event: ToolCallStarted) -> list[Frame]:
-        frames = self._close()
-        self._tool, self._arguments = event.index, []
-        block: Obj = {"type": "tool_use", "id": self._minted.tool_id(event.index), "name": event.name, "input": {}}
-        return [*frames, self._start_block("tool", block)]
-
-    def _stop(self, actionable: bool) -> Frame:
-        data = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n' % self._index
-        self._open = ""
-        return Frame(data, actionable)
-
-    def _close(self) -> list[Frame]:
-        """Stops the open text or thinking block; a thought ends with its signature."""
-        if not self._open:
-            return []
+    def _closed(self, step: sequence.Closed) -> list[Frame]:
+        """A thought ends with its signature, a call with its arguments: only now is it known that they are valid."""
         frames = []
-        if self._open == "thinking":
-            signature = self._minted.signature(self._thoughts)
+        if step.kind == "thinking":
+            frames.append(self._delta(_BODY["signature"], self._minted.signature(self._thoughts)))
             self._thoughts += 1
-            body = b'{"type":"signature_delta","signature":' + _dumps(signature)
-            frames.append(Frame(_DELTA % self._index + body + b"}}\n\n"))
-        frames.append(self._stop(actionable=False))
-        return frames
-
-    def _close_tool(self) -> list[Frame]:
-        """Stops the open tool call, then says what has waited for it."""
-        text = object_text("".join(self._arguments))
-        body = b'{"type":"input_json_delta","partial_json":' + _dumps(text)
-        frames = [Frame(_DELTA % self._index + body + b"}}\n\n"), self._stop(actionable=True)]
-        waiting, self._waiting = self._waiting, []
-        for event in waiting:
-            frames += self.feed(event)
-        return frames
+        elif step.kind == "tool":
+            frames.append(self._delta(_BODY["tool"], object_text("".join(self._arguments))))
+        stop = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n' % self._index
+        return [*frames, Frame(stop, actionable=step.kind == "tool")]
 
     def finish(self, reply: Reply, choice: int = 0) -> list[Frame]:
-        frames: list[Frame] = []
-        while self._open == "tool":
-            frames += self._close_tool()
-        frames += self._close()
+        frames = [frame for step in self._order.finish() for frame in self._frames(step)]
         delta: Obj = {
             "type": "message_delta",
             "delta": {
