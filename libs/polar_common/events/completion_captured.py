@@ -25,10 +25,12 @@ class _Part(BaseModel):
 class PromptRef(_Part):
     """Prompt ids as what an earlier completion's whole context (prompt + sampled) shares, plus the new ids.
 
-    prompt = (base.prompt + base.sampled)[:shared] + new. `base` is "" for a full snapshot.
+    prompt = (base.prompt + base.sampled)[:shared] + new. `base` is "" for a full snapshot. `via` stands in for `base`
+    after many links: the own ids (new + sampled) of the completions it names, in that order, are the base's context.
     """
 
     base: str = ""
+    via: tuple[str, ...] = ()
     shared: Annotated[int, Field(ge=0)] = 0
     new: Column
     length: Annotated[int, Field(ge=0)]
@@ -39,10 +41,12 @@ class MessagesRef(_Part):
     """The harness's messages: the first `shared` of `base`'s messages, then `new` bodies.
 
     A body is the JSON form of `polar_render.messages.Message`, or `{"echo": <completion>}` where the harness sent back
-    that completion's own answer (canonically equal).
+    that completion's own answer (canonically equal). `via` stands in for `base` after many links: the bodies of the
+    completions it names, in that order.
     """
 
     base: str = ""
+    via: tuple[str, ...] = ()
     shared: Annotated[int, Field(ge=0)] = 0
     new: tuple[dict[str, Any], ...] = ()
     blob: BlobRef | None = None
