@@ -42,6 +42,8 @@ class Topology:
     replicas: int = 1
     work_classes: tuple[str, ...] = ("local", "docker")
     build: str = "live"
+    lease_s: float = ACK_WAIT_S
+    """Ack wait of every consumer; workers read it from the server."""
     events_bytes: int = -1
     traces_bytes: int = -1
     dlq_bytes: int = 1 << 30
@@ -126,10 +128,14 @@ def streams(topology: Topology) -> list[StreamConfig]:
     ]
 
 
-def work_consumer(work_class: str, segment: str = FIRST_SEGMENT) -> ConsumerSpec:
+def work_consumer(work_class: str, segment: str = FIRST_SEGMENT, lease_s: float = ACK_WAIT_S) -> ConsumerSpec:
     """The queue of one class of work: its `queued` events."""
     return ConsumerSpec(
-        f"gateway-{token(work_class)}", events_stream(segment), (subjects.queued_filter(work_class),), "gateway"
+        f"gateway-{token(work_class)}",
+        events_stream(segment),
+        (subjects.queued_filter(work_class),),
+        "gateway",
+        lease_s,
     )
 
 
@@ -137,14 +143,15 @@ def consumers(topology: Topology) -> list[ConsumerSpec]:
     """All durable consumers but the trainers' own."""
     events = events_stream(topology.segment)
     ended = (subjects.ANY_ARTIFACTS, subjects.ANY_FAILED, subjects.ANY_CANCELLED)
+    lease = topology.lease_s
     return [
-        *(work_consumer(c, topology.segment) for c in topology.work_classes),
-        ConsumerSpec(f"reconstructor-{token(topology.build)}", events, ended, "reconstructor"),
-        ConsumerSpec("reconstructor-closed", events, (subjects.ANY_GROUP_CLOSED,), "reconstructor"),
-        ConsumerSpec("evaluator", events, (subjects.ANY_ARTIFACTS,), "evaluator"),
-        ConsumerSpec("callbacks", events, (subjects.ANY_GROUP_CLOSED,), "ingest"),
-        ConsumerSpec("analytics-events", events, (subjects.EVENTS,), "analytics"),
-        ConsumerSpec("analytics-traces", TRACES, (subjects.trace_filter(),), "analytics"),
+        *(work_consumer(c, topology.segment, lease) for c in topology.work_classes),
+        ConsumerSpec(f"reconstructor-{token(topology.build)}", events, ended, "reconstructor", lease),
+        ConsumerSpec("reconstructor-closed", events, (subjects.ANY_GROUP_CLOSED,), "reconstructor", lease),
+        ConsumerSpec("evaluator", events, (subjects.ANY_ARTIFACTS,), "evaluator", lease),
+        ConsumerSpec("callbacks", events, (subjects.ANY_GROUP_CLOSED,), "ingest", lease),
+        ConsumerSpec("analytics-events", events, (subjects.EVENTS,), "analytics", lease),
+        ConsumerSpec("analytics-traces", TRACES, (subjects.trace_filter(),), "analytics", lease),
     ]
 
 

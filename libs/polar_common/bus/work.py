@@ -1,7 +1,7 @@
 """Leased work: a consumer's messages handed to a handler, at most `slots` at a time, renewed while it runs.
 
-A lease that the server hasn't confirmed for 20 seconds (monotonic clock) is lost: `Lease.lost` is set and the handler
-is cancelled, before the server gives the work to somebody else at 30.
+A lease that the server hasn't confirmed for two thirds of the consumer's ack wait (20 of 30 seconds, monotonic clock)
+is lost: `Lease.lost` is set and the handler is cancelled, before the server gives the work to somebody else.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from .read import Stored, from_delivery
 
 __all__ = ["Lease", "Worker"]
 
-RENEW_S = ACK_WAIT_S / 3
-LOST_S = ACK_WAIT_S * 2 / 3
 _log = structlog.get_logger(__name__)
 
 
 class Lease:
     """One message under lease."""
 
-    def __init__(self, bus: Bus, msg: Msg) -> None:
+    def __init__(self, bus: Bus, msg: Msg, ack_wait: float = ACK_WAIT_S) -> None:
         self._bus = bus
         self._msg = msg
+        self._ack_wait = ack_wait
         self.stored: Stored = from_delivery(msg)
         self.deliveries = msg.metadata.num_delivered
         self.lost = asyncio.Event()
         """Set when the lease may have passed to somebody else."""
 
     async def keep(self) -> None:
-        """Renew until cancelled; returns when the lease is lost."""
+        """Renew every third of the ack wait until cancelled; returns when the lease is lost."""
         loop = asyncio.get_running_loop()
-        confirmed = loop.time()
-        while True:
-            await asyncio.sleep(RENEW_S)
+        lost_at, pause = loop.time() + self._ack_wait * 2 / 3, self._ack_wait / 3
+        while (left := lost_at - loop.time()) > 0:
+            await asyncio.sleep(min(pause, left))
+            asked = loop.time()
             try:
-                await self._bus.reply(self._msg, b"+WPI", timeout=RENEW_S / 2)
-                confirmed = loop.time()
+                timeout = max(0.05, min(self._ack_wait / 6, lost_at - asked))
+                await self._bus.reply(self._msg, b"+WPI", timeout=timeout)
+                lost_at, pause = asked + self._ack_wait * 2 / 3, self._ack_wait / 3
             except Unavailable as error:
+                pause = self._ack_wait / 30
                 _log.warning("lease not confirmed", subject=self.stored.subject, error=repr(error))
-            if loop.time() - confirmed > LOST_S:
-                self.lost.set()
-                return
+        self.lost.set()
 
     async def ack(self) -> None:
         """The work is done; waits for the server's confirmation."""
@@ -78,13 +78,20 @@ class Worker:
         self._spec = spec
         self._handler = handler
         self._slots: Callable[[], int] = slots if callable(slots) else _constant(slots)
+        self._ack_wait = spec.ack_wait
         self._running: set[asyncio.Task[None]] = set()
+        self._pull: Pull | None = None
         self._wake = asyncio.Event()
 
     @property
     def active(self) -> int:
         """Messages being handled."""
         return len(self._running)
+
+    @property
+    def pending(self) -> int:
+        """Messages asked for that haven't come yet."""
+        return self._pull.pending if self._pull is not None else 0
 
     def wake(self) -> None:
         """Call when `slots()` may have grown."""
@@ -93,8 +100,11 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set; then take nothing new and wait for what runs."""
         while not stop.is_set():
-            pull = Pull(self._bus.nc, self._spec.stream, self._spec.durable)
+            self._pull = pull = Pull(self._bus.nc, self._spec.stream, self._spec.durable)
             try:
+                info = await self._bus.js.consumer_info(self._spec.stream, self._spec.durable)
+                # The server's own value decides when it gives the work to somebody else.
+                self._ack_wait = info.config.ack_wait or self._spec.ack_wait
                 await self._pulling(pull, stop)
             except (BusError, nats.errors.Error) as error:
                 if self._bus.nc.is_closed:
@@ -133,7 +143,7 @@ class Worker:
         self._wake.set()
 
     async def _one(self, msg: Msg) -> None:
-        lease = Lease(self._bus, msg)
+        lease = Lease(self._bus, msg, self._ack_wait)
         keeper = spawn(lease.keep(), name="lease")
         work = spawn(_call(self._handler, lease), name="handler")
         try:
