@@ -83,6 +83,7 @@ class Hints:
 class ChatRequest:
     """One generation request, independent of the provider. `messages` keep their order and place, system included.
 
+    `sse`: a streamed answer is server-sent events; if not (Google without `alt=sse`), it is one JSON array.
     `prefill`: the last message is an assistant turn to be continued. `billing` holds header lines that were stripped
     from system blocks (EXACT: recorded, never rendered). `raw_hash` identifies the request for retries: stream flags,
     cache and billing fields and metadata don't count.
@@ -102,6 +103,7 @@ class ChatRequest:
     response_format: dict[str, Json] | None = None
     sampling: Sampling = Sampling()
     stream: bool = False
+    sse: bool = True
     include_usage: bool = True
     thinking: dict[str, Json] | None = None
     template_args: dict[str, Json] = field(default_factory=dict)
