@@ -62,6 +62,7 @@ class Call:
     deliver: Callable[[Delta], None]
     # Without streaming nobody looks at partial answers, so tokens are delivered once, at the end.
     every_token: bool = False
+    wants_text: bool = False
 
 
 @dataclass

@@ -76,7 +76,7 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 @dataclass(frozen=True)
 class Weights:
-    """A loaded network with the limits that its configuration states."""
+    """A loaded network with the limits that its configuration states; `ends` are the end-of-answer ids."""
 
     network: Any
     kv: KvShape
@@ -84,6 +84,7 @@ class Weights:
     vocab: int
     max_positions: int
     dtype: Any
+    ends: frozenset[int]
 
 
 def load_weights(path: Path, dtype: str = "float32") -> Weights:
@@ -105,8 +106,24 @@ def load_weights(path: Path, dtype: str = "float32") -> Weights:
     network.eval().requires_grad_(False)
     if kind is torch.float32 and packing_available():
         pack_linears(network)
-    shape = KvShape(int(config.num_hidden_layers), kv_heads, dim, kind)
-    return Weights(network, shape, heads // kv_heads, int(config.vocab_size), int(config.max_position_embeddings), kind)
+    return Weights(
+        network=network,
+        kv=KvShape(int(config.num_hidden_layers), kv_heads, dim, kind),
+        group=heads // kv_heads,
+        vocab=int(config.vocab_size),
+        max_positions=int(config.max_position_embeddings),
+        dtype=kind,
+        ends=_ends(network),
+    )
+
+
+def _ends(network: Any) -> frozenset[int]:
+    """The ids that end an answer: those of the generation configuration, else of the model's own."""
+    for owner in (network.generation_config, network.config):
+        ends = getattr(owner, "eos_token_id", None)
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
+    return frozenset()
 
 
 class Model:

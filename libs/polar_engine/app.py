@@ -1,0 +1,70 @@
+"""The engine's process: `polar run-service engine --model tiny --port 0`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+import structlog
+import uvicorn
+from pydantic_settings import CliApp
+
+from polar_common.logs import configure
+from polar_common.service import die_with_parent
+from polar_engine.host import EngineHost
+from polar_engine.server import create_app
+from polar_engine.settings import EngineSettings
+
+__all__ = ["run", "serve"]
+
+_log = structlog.get_logger(__name__)
+
+
+def run(argv: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM or SIGINT. `argv` are options named like the settings, e.g. `["--model", "tiny"]`.
+
+    Raises ConfigError where the model can't be found, built or loaded.
+    """
+    settings = CliApp.run(EngineSettings, cli_args=list(argv))
+    die_with_parent()
+    configure("engine", settings.log_level)
+    # Imported here: it needs torch, which a bare installation lacks.
+    from polar_engine.loading import load_engine
+
+    host = load_engine(settings)
+    try:
+        asyncio.run(serve(host))
+    finally:
+        host.scheduler.close()
+
+
+async def serve(host: EngineHost) -> None:
+    """Bind, tell the ready file, and answer until the server is told to stop."""
+    settings = host.settings
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((settings.host, settings.port))
+        config = uvicorn.Config(
+            create_app(host), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        port = int(sock.getsockname()[1])
+        # Listening before the file is told, so that whoever reads it can connect at once.
+        sock.listen(config.backlog)
+        _tell_ready(settings.ready_file, port, host.served.name)
+        await server.serve([sock])
+
+
+def _tell_ready(path: Path | None, port: int, model: str) -> None:
+    _log.info("ready", port=port, model=model)
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_bytes(orjson.dumps({"port": port, "pid": os.getpid(), "model": model}))
+    draft.rename(path)
