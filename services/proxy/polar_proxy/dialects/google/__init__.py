@@ -30,11 +30,16 @@ class Google:
     def route(self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Route | None:
         if method == "POST" and (call := _CALL.fullmatch(path)) is not None:
             return self._call(call["model"], call["verb"], query)
-        if method == "GET" and (listing := _LISTING.fullmatch(path)) is not None:
-            if not path.startswith("/v1/") or "x-goog-api-key" in headers or "key" in query:
-                model = listing["model"] or ""
-                return Route(self.name, "get_model" if model else "list_models", model=model)
+        if method == "GET" and (not path.startswith("/v1/") or "x-goog-api-key" in headers or "key" in query):
+            return self._listing(path)
         return None
+
+    def _listing(self, path: str) -> Route | None:
+        listing = _LISTING.fullmatch(path)
+        if listing is None:
+            return None
+        model = listing["model"] or ""
+        return Route(self.name, "get_model" if model else "list_models", model=model)
 
     def _call(self, model: str, verb: str, query: Mapping[str, str]) -> Route | None:
         if verb == "generateContent":

@@ -42,6 +42,17 @@ def _signature(value: str) -> str:
     return text if completion_of(text) else ""
 
 
+def _join(parts: list[Part], new: list[Part]) -> None:
+    """Appends; a signature that came with a later part belongs to the thought before it."""
+    if new and isinstance(sign := new[0], Thinking) and sign.signature and not sign.text:
+        for index, part in enumerate(parts):
+            if isinstance(part, Thinking) and not part.signature:
+                parts[index] = Thinking(part.text, sign.signature)
+                new = new[1:]
+                break
+    parts += new
+
+
 class Contents:
     """Reads the contents of one request."""
 
@@ -79,7 +90,7 @@ class Contents:
                     parts = []
                 out.append(self._response(part, where))
             else:
-                parts += self._part(part, where, f"pos_{index}_{number}")
+                _join(parts, self._part(part, where, f"pos_{index}_{number}"))
         if parts or not out:
             out.append(Message(role, tuple(parts)))
         return out

@@ -1,8 +1,8 @@
 """Google generateContent answers: whole, or as a stream of responses (SSE, or one JSON array).
 
-A function call is sent whole, once its arguments are complete, and with what follows it is actionable. The finish reason
-comes last, never before a call. Thoughts are sent where the request asked for them; their signature travels with the
-first call, or with the last text, and is base64 because clients decode it.
+A function call is sent whole, once its arguments are complete, and with what follows it is actionable. The finish
+reason comes last, never before a call. Thoughts are sent where the request asked for them; their signature travels with
+the first call, or with the last text, and is base64 because clients decode it.
 """
 
 from __future__ import annotations

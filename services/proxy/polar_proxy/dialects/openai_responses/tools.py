@@ -21,7 +21,7 @@ def tool_specs(holder: f.Obj, seen: f.Seen, path: str = "") -> list[ToolSpec]:
         at = f"{where}[{index}]"
         kind = f.text(tool, "type", at)
         if kind == "namespace":
-            seen.extra(tool, f.keys("type name tools"), "tools[*]")
+            seen.extra(tool, f.keys("type name tools"), "tools[?type=='namespace']")
             name = f.text(tool, "name", at)
             for inner_index, inner in enumerate(f.objects(tool, "tools", at)):
                 out += _one(inner, f"{at}.tools[{inner_index}]", name, seen)
