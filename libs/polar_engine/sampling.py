@@ -20,6 +20,7 @@ Floats = npt.NDArray[np.float64]
 GREEDY_BELOW = 1e-5
 # JSON has no -inf; a token that truncation removed is reported with this instead, as vLLM does.
 _FLOOR = -9999.0
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -103,29 +104,24 @@ class Sampler:
         self._used: dict[int, int] = {}
 
     def sample(self, logits: npt.NDArray[np.float32]) -> Sampled:
-        """The next token for `logits` [vocab]. Raises FloatingPointError where they aren't finite."""
+        """The next token for `logits` [vocab]. Raises FloatingPointError where they aren't finite, or all masked."""
         scores = logits.astype(np.float64)
-        if not np.isfinite(scores).all():
-            raise FloatingPointError("the model's logits aren't finite")
         self._adjust(scores)
-        if np.isneginf(scores.max()):
-            raise FloatingPointError("the request's masks leave no token to sample")
-        if self.params.greedy:
-            logprobs = _log_softmax(scores)
-            token = int(np.argmax(scores))
-        else:
-            logprobs = _log_softmax(_truncate(scores / self.params.temperature, self.params))
-            token = self._draw(logprobs)
+        best = scores.max()
+        # A NaN anywhere makes the maximum one; -inf as the maximum means that no token is left.
+        if not np.isfinite(best):
+            raise FloatingPointError("no finite logits to sample from")
+        if not self.params.greedy:
+            scores = _truncate(scores / self.params.temperature, self.params)
+            best = scores.max()
+        scores -= best
+        weights = np.exp(scores)
+        token = int(scores.argmax()) if self.params.greedy else _pick(weights, self._draws.random())
+        scores -= np.log(weights.sum())
         self._count += 1
         if self.params.penalised:
             self._used[token] = self._used.get(token, 0) + 1
-        return score_row(logprobs, token, self.params.logprobs)
-
-    def _draw(self, logprobs: Floats) -> int:
-        cumulative = np.cumsum(np.exp(logprobs))
-        point = self._draws.random() * cumulative[-1]
-        # side="right" finds the first strictly larger sum, so a token of probability 0 can't be hit.
-        return int(min(np.searchsorted(cumulative, point, side="right"), len(cumulative) - 1))
+        return score_row(scores, token, self.params.logprobs)
 
     def _adjust(self, scores: Floats) -> None:
         params = self.params
@@ -151,6 +147,25 @@ class Sampler:
         scores[used] -= params.frequency_penalty * counts + params.presence_penalty
 
 
+def _pick(weights: Floats, draw: float) -> int:
+    """The place where the running sum of `weights` passes `draw` (0 to 1) of their total; never one of weight 0.
+
+    Summed by blocks first: a running sum over a whole vocabulary costs as much as all the rest of sampling.
+    """
+    blocks = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
+    point = draw * blocks[-1]
+    # side="right" finds the first strictly larger sum, so what has no weight can't be hit.
+    block = min(int(np.searchsorted(blocks, point, side="right")), len(blocks) - 1)
+    start = block * _BLOCK
+    inside = np.cumsum(weights[start : start + _BLOCK])
+    rest = point - (blocks[block - 1] if block else 0.0)
+    place = int(np.searchsorted(inside, rest, side="right"))
+    if place < len(inside):
+        return start + place
+    # Rounding put the point behind the block's own sum: its last token of any weight is meant.
+    return start + int(np.flatnonzero(weights[start : start + _BLOCK])[-1])
+
+
 def _log_softmax(scores: Floats) -> Floats:
     shifted = scores - scores.max()
     normalised: Floats = shifted - np.log(np.exp(shifted).sum())
@@ -165,12 +180,23 @@ def _truncate(scores: Floats, params: SamplingParams) -> Floats:
         least = np.partition(scores, -params.top_k)[-params.top_k]
         scores = np.where(scores < least, -np.inf, scores)
     if params.top_p < 1.0:
-        order = np.argsort(-scores, kind="stable")
-        probabilities = np.exp(_log_softmax(scores))[order]
-        before = np.cumsum(probabilities) - probabilities
-        cut = order[before >= params.top_p]
-        # The most likely token always stays, even for a top_p of almost nothing.
-        cut = cut[cut != order[0]]
-        scores = scores.copy()
-        scores[cut] = -np.inf
+        scores = _nucleus(scores, params.top_p)
     return scores
+
+
+def _nucleus(scores: Floats, top_p: float) -> Floats:
+    """`scores` with -inf outside the smallest set of most likely tokens that holds `top_p`; one always stays."""
+    logprobs = _log_softmax(scores)
+    # The set is nearly always small, and sorting a whole vocabulary costs ten times as much as finding its head.
+    for size in (512, 8192, len(scores)):
+        count = min(size, len(scores))
+        head = np.argpartition(-scores, count - 1)[:count]
+        order = head[np.lexsort((head, -scores[head]))]
+        probabilities = np.exp(logprobs[order])
+        before = np.cumsum(probabilities) - probabilities
+        if before[-1] >= top_p or count == len(scores):
+            break
+    keep = order[: max(1, int(np.searchsorted(before, top_p, side="left")))]
+    cut = np.full_like(scores, -np.inf)
+    cut[keep] = scores[keep]
+    return cut
