@@ -19,7 +19,7 @@ from .discover import find_end, find_shape
 from .jinja import Template, TemplateValue
 from .messages import Json, Message, Text, dump
 from .parsing import TaggedParser, Tags, ToolFormat
-from .proof import Features, needs, prove, reads_back
+from .proof import Features, keeps_thinking, needs, prove, reads_back
 from .shape import Shape, call_names, prompt_text, to_chat, to_tools
 from .vocabulary import Vocabulary
 
@@ -172,7 +172,7 @@ class TemplateRenderer:
         """See `Renderer.tail`. `prefill`: the last new message is an assistant turn to be continued."""
         if not self._features.allow(needs(answer, new, prefill)):
             return None
-        if not self._keep and not self._keeps_thinking(history, answer, new, head):
+        if not self._keep and not keeps_thinking(self, (*history, answer), new, head):
             return None
         try:
             return self.bridge(history, answer, new, head, prefill=prefill)
@@ -198,18 +198,6 @@ class TemplateRenderer:
             return None
         ids = self.vocabulary.encode(tail + unfinished)
         return ids[1:] if ids and ids[0] == self._end_id else None
-
-    def _keeps_thinking(self, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head) -> bool:
-        """Whether the template shows after `new` what it showed of all thinking before."""
-        so_far = (*history, answer)
-        if not any(m.thinking for m in so_far):
-            return True
-        try:
-            before = self.chat(so_far, head, generate=False)
-            after = self.chat((*so_far, *new), head, generate=False)
-        except RenderError:
-            return False
-        return after.startswith(before[: before.rfind(self._end) + len(self._end)])
 
     def parse(self, ids: Sequence[int], head: Head, *, prefill: str = "") -> Answer:
         parser = self.parser(head, prefill=prefill)

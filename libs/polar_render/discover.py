@@ -51,11 +51,7 @@ def find_end(write: Writer, shape: Shape, vocabulary: Vocabulary) -> tuple[str, 
     Only blanks may stand between the text and the token.
     """
     said = Message("assistant", (Text("elmsaid"),))
-    for messages in ([_ASK, said], [_ASK, said, _ASK]):
-        text = _text(write, shape, messages)
-        rest = text[text.rfind("elmsaid") + len("elmsaid") :].lstrip() if "elmsaid" in text else ""
-        matches = [t for t in vocabulary.added if rest.startswith(t)]
-        if matches:
-            end = max(matches, key=len)
-            return end, vocabulary.added[end]
-    return "", -1
+    text = _text(write, shape, [_ASK, said])
+    rest = text[text.rfind("elmsaid") + len("elmsaid") :].lstrip() if "elmsaid" in text else ""
+    end = max((t for t in vocabulary.added if rest.startswith(t)), key=len, default="")
+    return (end, vocabulary.added[end]) if end else ("", -1)

@@ -1,15 +1,16 @@
 """The hand-coded formats of the `renderers` package, behind our own contract and our own proof.
 
-The package knows how published models want their conversations; it renders, parses and bridges on ids. It is asked for
-`thinking_retention="all"` where sampled thinking is kept, since its default bridges no new user message. Whatever it
-can't do (`None` from its bridge, a tail that isn't what it renders in full) fails the proof like a template would.
+The package knows how published models want their conversations; it renders, parses and bridges on ids. Its bridge is
+asked for `thinking_retention="all"`, since its default bridges no new user message; where thinking is to follow the
+model's own rule, its full rendering tells whether that rule keeps it. Whatever it can't do (`None` from its bridge, a
+tail that isn't what it renders in full) fails the proof like a template would.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from polar_common.errors import ConfigError, RenderError
 
@@ -32,7 +33,7 @@ from .discover import find_shape
 from .jinja import TemplateValue
 from .messages import Json, Message, Part, Text, Thinking, ToolCall, dump
 from .parsing import TaggedParser, Tags, ToolFormat, custom_input
-from .proof import Features, needs, prove, reads_back
+from .proof import Features, keeps_thinking, needs, prove, reads_back
 from .shape import Shape, call_names, to_chat, to_tools, tool_names
 from .vocabulary import Vocabulary
 
@@ -43,6 +44,7 @@ _SAID = Message("assistant", (Text("x"),))
 
 # The package is untyped; its objects stay inside this module.
 _Package = Any
+_Use = Literal["render", "bridge"]
 
 
 def known_name(model: str) -> str:
@@ -174,15 +176,15 @@ class PackagedRenderer:
         self._provenance = provenance
         self._tokenizer = _Tokenizer(vocabulary, provenance.model, template, next(iter(stop_ids), None))
         try:
-            config = renderers.config_from_name(name)
-            if keep_thinking:
-                config = type(config).model_validate({"name": config.name, "thinking_retention": "all"})
+            plain = renderers.config_from_name(name)
+            kept = type(plain).model_validate({"name": plain.name, "thinking_retention": "all"})
         except (ValueError, KeyError, AttributeError) as error:
             raise ConfigError(f"the renderers package has no usable {name!r}: {error}", "renderer") from error
-        self._config = config
-        self._made: dict[bytes, _Package] = {}
+        self._keep = keep_thinking
+        self._configs = {"render": kept if keep_thinking else plain, "bridge": kept}
+        self._made: dict[tuple[_Use, bytes], _Package] = {}
         self._stubs: dict[bytes, tuple[list[int], list[int]]] = {}
-        self._stop_ids = tuple(dict.fromkeys([*self._package({}).get_stop_token_ids(), *stop_ids]))
+        self._stop_ids = tuple(dict.fromkeys([*self._package("render", {}).get_stop_token_ids(), *stop_ids]))
         self._shape = Shape()
         self._shape = find_shape(self._write)
         self._close = self._find_close()
@@ -191,15 +193,15 @@ class PackagedRenderer:
 
     # -- the package's side
 
-    def _package(self, args: Mapping[str, Json]) -> _Package:
+    def _package(self, use: _Use, args: Mapping[str, Json]) -> _Package:
         """The package's renderer under template arguments. Raises RenderError on arguments it doesn't know."""
         import renderers
 
-        key = dump(dict(args)) if args else b""
+        key = use, dump(dict(args)) if args else b""
         if key not in self._made:
             try:
                 self._made[key] = renderers.create_renderer(
-                    self._tokenizer, self._config, chat_template_kwargs=dict(args) or None
+                    self._tokenizer, self._configs[use], chat_template_kwargs=dict(args) or None
                 )
             except (ValueError, TypeError, KeyError) as error:
                 raise RenderError(f"template arguments: {error}") from error
@@ -210,7 +212,7 @@ class PackagedRenderer:
     def _render(self, chat: list[dict[str, TemplateValue]], head: Head, *, generate: bool) -> list[int]:
         try:
             return list(
-                self._package(head.template_args).render_ids(
+                self._package("render", head.template_args).render_ids(
                     chat, tools=to_tools(head.tools), add_generation_prompt=generate
                 )
             )
@@ -279,6 +281,8 @@ class PackagedRenderer:
     ) -> list[int] | None:
         if not self._features.allow(needs(answer, new, prefill)):
             return None
+        if not self._keep and not keeps_thinking(self, (*history, answer), new, head):
+            return None
         try:
             return self.bridge(history, answer, new, head, prefill=prefill)
         except RenderError:
@@ -294,7 +298,7 @@ class PackagedRenderer:
         prompt, said = self._stub(head.template_args)
         chat = to_chat(messages, self._shape, call_names((*history, answer)))
         try:
-            bridged = self._package(head.template_args).bridge_to_next_turn(
+            bridged = self._package("bridge", head.template_args).bridge_to_next_turn(
                 prompt, said, chat, tools=to_tools(head.tools)
             )
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -315,7 +319,7 @@ class PackagedRenderer:
 
     def parser(self, head: Head, *, prefill: str = "") -> StreamParser:
         if self._format is None:
-            return _WholeParser(self._package(head.template_args), self._stop_ids, head)
+            return _WholeParser(self._package("render", head.template_args), self._stop_ids, head)
         prompt, _ = self._stub(head.template_args)
         opened = self.vocabulary.decode(prompt).rstrip().endswith("<think>")
         tags: Tags = "open" if opened else "allowed"

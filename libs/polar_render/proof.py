@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from os.path import commonprefix
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
 from typing import Literal, Protocol
 
 from polar_common.errors import RenderError
@@ -21,7 +20,7 @@ from .base import Answer, Check, Head, Proof
 from .messages import Message, Text, Thinking, ToolCall, ToolSpec, text_of
 from .vocabulary import Vocabulary
 
-__all__ = ["Features", "Subject", "needs", "prove", "reads_back"]
+__all__ = ["Features", "Subject", "keeps_thinking", "needs", "prove", "reads_back"]
 
 
 class Subject(Protocol):
@@ -202,6 +201,28 @@ class Features:
             raise RenderError(f"{where}: {feature}: {reason}")
 
 
+def keeps_thinking(subject: Subject, so_far: Sequence[Message], new: Sequence[Message], head: Head) -> bool:
+    """Whether the model's own format, once `new` follows, still shows the thinking that it showed before."""
+    marks: list[str] = []
+
+    def mark(message: Message) -> Message:
+        if not any(t.text for t in message.thinking):
+            return message
+        marks.append(f"qThought{len(marks)}q")
+        rest = tuple(p for p in message.parts if not isinstance(p, Thinking))
+        return replace(message, parts=(Thinking(marks[-1]), *rest))
+
+    marked = [mark(m) for m in so_far]
+    if not marks:
+        return True
+    try:
+        before = subject.vocabulary.decode(subject.full(marked, head, generate=False))
+        after = subject.vocabulary.decode(subject.full((*marked, *new), head, generate=False))
+    except RenderError:
+        return False
+    return [m in before for m in marks] == [m in after for m in marks]
+
+
 # -- the checks ------------------------------------------------------------------------------------------------------
 
 
@@ -250,10 +271,20 @@ def _check_tail(subject: Subject, history: Sequence[Message], case: _Case, promp
         return f"{lost!r} of a new message is not in the tail, or not in its place"
     if spilled := [w for w in _marked(case.answer) if w.startswith("oak") and w in text]:
         return f"{spilled[0]!r} of the answer is in the tail"
+    if _swallowed(subject, history, case, whole):
+        return "an empty message leaves no turn behind"
     unfinished = subject.vocabulary.encode(text_of(case.new[-1])) if case.prefill else []
     if list(tail[len(tail) - len(prompt) - len(unfinished) :][: len(prompt)]) != list(prompt):
         return "the tail doesn't end with the generation prompt"
     return ""
+
+
+def _swallowed(subject: Subject, history: Sequence[Message], case: _Case, whole: Sequence[int]) -> bool:
+    """Whether a message without visible text isn't even rendered as an empty turn: no word of it could be missed."""
+    if all(text_of(m).strip() for m in case.new):
+        return False
+    rest = [m for m in case.new if text_of(m).strip()]
+    return subject.full((*history, case.answer, *rest), case.head, generate=True) == list(whole)
 
 
 def _shown(subject: Subject, messages: Sequence[Message], head: Head, words: Sequence[str]) -> str:
@@ -292,7 +323,7 @@ def reads_back(subject: Subject) -> str:
         prompt = subject.full([ask], _TOOLS, generate=True)
     except RenderError as error:
         return str(error)
-    start = len(commonprefix([whole, prompt]))
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, prompt, strict=False)))
     ends = [i for i, token in enumerate(whole) if token in subject.close_ids]
     sample = whole[start : ends[-1] + 1 if ends else len(whole)]
     wanted = [json.loads(c.arguments) for c in _TWO.tool_calls]
