@@ -10,8 +10,9 @@ from .ids import segment_of, token
 __all__ = [
     "ANY_ARTIFACTS", "ANY_CANCEL", "ANY_CANCELLED", "ANY_COMPLETION", "ANY_FAILED", "ANY_GROUP_CLOSED",
     "ANY_POLICY_ACTIVATED", "ANY_POLICY_PUBLISHED", "ANY_SEALED", "EVENTS", "LIFECYCLE", "blob", "build",
-    "completion", "completion_filter", "dead_letter", "evaluation", "group", "policy", "queued_filter", "session",
-    "session_filter", "task", "task_filter", "trace", "trace_closed", "trace_filter", "trace_manifest", "trainer",
+    "build_filter", "closed_filter", "completion", "completion_filter", "dead_letter", "evaluation", "group",
+    "group_traces_filter", "policy", "queued_filter", "session", "session_filter", "task", "task_filter", "trace",
+    "trace_closed", "trace_filter", "trace_manifest", "trainer",
 ]  # fmt: skip
 
 EVENTS = "polar.events.>"
@@ -74,6 +75,11 @@ def build(build: str, session: str, event: str) -> str:
     return f"polar.events.{segment_of(session)}.build.{token(build)}.{session}.{event}"
 
 
+def build_filter(segment: str, build: str | None = None) -> str:
+    """Everything that builds (one, or any) said about sessions."""
+    return f"polar.events.{segment}.build.{token(build) if build else '*'}.>"
+
+
 def group(task: str) -> str:
     return f"polar.events.{segment_of(task)}.group.{task}.closed"
 
@@ -102,6 +108,16 @@ def trace_closed(run: str, build: str, task: str) -> str:
 def trace_filter(run: str | None = None, build: str | None = None) -> str:
     """All traces of a run and build; None for any."""
     return f"polar.traces.{token(run) if run else '*'}.{token(build) if build else '*'}.>"
+
+
+def closed_filter(run: str | None = None, build: str | None = None) -> str:
+    """The groups that closed for a run and build; None for any."""
+    return f"polar.traces.{token(run) if run else '*'}.{token(build) if build else '*'}.*.closed"
+
+
+def group_traces_filter(run: str, build: str, task: str) -> str:
+    """A group's traces, manifests and closing."""
+    return f"polar.traces.{token(run)}.{token(build)}.{task}.>"
 
 
 def blob(segment: str, sha256: str, part: int | None = None) -> str:

@@ -22,7 +22,7 @@ from .ids import FIRST_SEGMENT, token
 
 __all__ = [
     "ACK_WAIT_S", "BLOBS", "DLQ", "EVENTS", "TRACES", "ConsumerSpec", "Topology", "apply", "blobs_stream",
-    "consumers", "differences", "events_stream", "streams", "work_consumer",
+    "consumers", "differences", "events_stream", "streams", "trainer_consumer", "work_consumer",
 ]  # fmt: skip
 
 ACK_WAIT_S = 30.0
@@ -137,6 +137,11 @@ def work_consumer(work_class: str, segment: str = FIRST_SEGMENT, lease_s: float 
         "gateway",
         lease_s,
     )
+
+
+def trainer_consumer(trainer: str, run: str | None, build: str | None, lease_s: float = ACK_WAIT_S) -> ConsumerSpec:
+    """A trainer's own: the groups that closed for a run and build (None: any). Made when the trainer connects."""
+    return ConsumerSpec(f"trainer-{token(trainer)}", TRACES, (subjects.closed_filter(run, build),), "trainer", lease_s)
 
 
 def consumers(topology: Topology) -> list[ConsumerSpec]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from .events import GroupMember, VersionSpan
 from .packing import Column
 
-__all__ = ["GroupTraces", "Provenance", "Span", "Trace", "TraceManifest", "trace_hash"]
+__all__ = ["GroupTraces", "Provenance", "Span", "Trace", "TraceManifest", "TreePosition", "trace_hash"]
 
 
 class _Model(BaseModel):
@@ -77,6 +77,19 @@ class Provenance(_Model):
     logprob_kind: str = ""
 
 
+class TreePosition(_Model):
+    """Where a trace stands that is one node of a tree (rules `tree`): prefixes that chains share are stored once."""
+
+    tree: str
+    """Completion at which the tree begins."""
+    node: int
+    parent: int | None
+    position_start: Annotated[int, Field(ge=0)]
+    """Ids on the path before this node."""
+    owner: int
+    """The leaf (node number) in whose chain this node's spans are trained."""
+
+
 class Trace(_Model):
     """One token sequence for a trainer. `logprobs` is 0.0 in masked slots; `ragged_logprobs` gives the trained ones."""
 
@@ -106,6 +119,11 @@ class Trace(_Model):
     session_action_tokens: int
     policy_seq_min: int
     policy_seq_max: int
+    agent_depth: int = 0
+    """0 for the session's own agent, 1 for its sub-agents, and so on."""
+    parent_call: str = ""
+    """Sub-agents: the completion of the parent agent that they were started by."""
+    tree: TreePosition | None = None
     provenance: Provenance
 
 

@@ -99,6 +99,10 @@ class EngineFacts(_Part):
     template_hash: str = ""
     renderer: str = ""
     renderer_version: str = ""
+    vocab_size: int = 0
+    """Ids are below this; 0 where it isn't known."""
+    end_of_turn: tuple[int, ...] = ()
+    """Ids that end an assistant turn, from the tokenizer."""
 
 
 class CompletionCaptured(SessionEvent):
