@@ -89,9 +89,13 @@ class RuntimeFault(PolarError):
 
 
 class RuntimeUnavailable(RuntimeFault):
-    """The runtime as such is not usable: daemon down, image missing."""
+    """The runtime as such is not usable. `cause` is what `exited` tells: `daemon`, or `image` where that is missing."""
 
     retryable = True
+
+    def __init__(self, message: str, cause: str = "daemon") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class ResourceExhausted(RuntimeFault):

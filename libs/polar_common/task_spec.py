@@ -102,6 +102,8 @@ class TaskSpec(_Strict):
     harness: HarnessSpec
     runtime: RuntimeChoice = RuntimeChoice()
     evaluator: EvaluatorSpec = EvaluatorSpec()
+    artifacts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Files or folders to keep beside the patch: relative to the working directory, or absolute in HOME or `/tmp`."""
     limits: Limits = Limits()
     model: str = "policy"
     sampling: SamplingSpec = SamplingSpec()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def _task(base: Path, defaults: Mapping[str, Any], raw: object, number: int) -> 
     where = f"tasks[{number}]"
     if not isinstance(raw, dict):
         raise ConfigError("must be a mapping", where)
-    value = _merged(defaults, raw)
+    value = _from_source(_merged(defaults, raw), where)
     if (folder := value.pop("dir", None)) is not None:
         value["files"] = _read_dir(base, folder, f"{where}.dir") | value.get("files", {})
     evaluator = value.get("evaluator")
@@ -60,6 +61,23 @@ def _task(base: Path, defaults: Mapping[str, Any], raw: object, number: int) -> 
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(first["msg"], where_of(where, first["loc"])) from error
+
+
+def _from_source(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """`from: {source: NAME, …}` fills in what a data set knows (entry points `polar.task_sources`); the task wins."""
+    wanted = value.pop("from", None)
+    if wanted is None:
+        return value
+    if not isinstance(wanted, dict) or not isinstance(wanted.get("source"), str):
+        raise ConfigError("needs a `source`", f"{where}.from")
+    found = {e.name: e for e in importlib.metadata.entry_points(group="polar.task_sources")}
+    if (source := found.get(wanted["source"])) is None:
+        raise ConfigError(f"unknown; there are: {', '.join(sorted(found))}", f"{where}.from.source")
+    try:
+        filled: dict[str, Any] = source.load()(**{k: v for k, v in wanted.items() if k != "source"})
+    except TypeError as error:
+        raise ConfigError(str(error), f"{where}.from") from error
+    return _merged(filled, value)
 
 
 def where_of(prefix: str, loc: tuple[int | str, ...]) -> str:

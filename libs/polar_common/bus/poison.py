@@ -21,8 +21,9 @@ from polar_common import subjects
 from polar_common.errors import FromTheFuture, Poison
 
 from .client import Bus
+from .read import Stored, from_delivery
 
-__all__ = ["BACKOFFS_S", "Failure", "settle"]
+__all__ = ["BACKOFFS_S", "Failure", "bury", "settle"]
 
 Failure = Literal["retried", "parked", "dead"]
 BACKOFFS_S = (0.5, 2.0, 8.0, 30.0)
@@ -45,7 +46,7 @@ async def settle(bus: Bus, consumer: str, msg: Msg, error: BaseException) -> Fai
         await bus.reply(msg, _nak(BACKOFFS_S[tries - 1]))
         return _count(consumer, "retried")
     _log.error("dead letter", tries=tries, **where)
-    await _bury(bus, consumer, msg, error)
+    await bury(bus, consumer, meta.stream, from_delivery(msg), error, tries)
     await bus.reply(msg, b"+TERM")
     return _count(consumer, "dead")
 
@@ -59,21 +60,20 @@ def _count(consumer: str, fate: Failure) -> Failure:
     return fate
 
 
-async def _bury(bus: Bus, consumer: str, msg: Msg, error: BaseException) -> None:
-    meta = msg.metadata
+async def bury(bus: Bus, consumer: str, stream: str, stored: Stored, error: BaseException, tries: int = 1) -> None:
+    """Publish a message to the dead letter, with its reason, and wait for the acknowledgement."""
     body = orjson.dumps(
         {
             "consumer": consumer,
-            "stream": meta.stream,
-            "sequence": meta.sequence.stream,
-            "subject": msg.subject,
+            "stream": stream,
+            "sequence": stored.sequence,
+            "subject": stored.subject,
             "reason": f"{type(error).__name__}: {error}",
-            "tries": meta.num_delivered,
+            "tries": tries,
             "time": datetime.now(UTC).isoformat(),
-            "headers": dict(msg.headers or {}),
-            "body": base64.b64encode(msg.data).decode(),
+            "body": base64.b64encode(stored.body).decode(),
         }
     )
-    subject = subjects.dead_letter(consumer, meta.stream, meta.sequence.stream)
+    subject = subjects.dead_letter(consumer, stream, stored.sequence)
     # The natural key says it all: a second burial of the same message is the same fact.
-    await bus.once_raw(subject, body, body_hash=f"{meta.stream}/{meta.sequence.stream}")
+    await bus.once_raw(subject, body, body_hash=f"{stream}/{stored.sequence}")

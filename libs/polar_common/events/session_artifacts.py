@@ -20,6 +20,9 @@ class SessionArtifacts(SessionEvent):
     """Standard output alone."""
     files: dict[str, BlobRef] = {}
     postrun_s: float = 0.0
+    """Seconds from the harness's end to here, waiting for a place included."""
+    teardown_s: float = 0.0
+    """Of them, for stopping and removing the runtime."""
 
     def subject(self) -> str:
         return subjects.session(self.session, self.attempt, "artifacts")

@@ -16,6 +16,8 @@ class SessionClaimed(SessionEvent):
     gateway: str
     attempt_deadline: AwareDatetime
     session_deadline: AwareDatetime
+    queue_s: float = 0.0
+    """Seconds from this attempt's release to its claim, by the log's clock."""
 
     def subject(self) -> str:
         return subjects.session(self.session, self.attempt, "claimed")
