@@ -2,8 +2,7 @@
 
 The record always keeps the sampled string. Protocols that carry an object (Anthropic, Google) get the parsed object;
 a string that isn't a JSON object travels as `{"_raw": "<the string>"}` and comes back as the string, so that nothing is
-lost either way. An empty string is an empty object in both directions. Freeform tools are sampled as
-`{"input": "<raw>"}` by models that know functions only; clients get the raw input.
+lost either way. An empty string is an empty object in both directions.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from polar_render.messages import Json
 
 from .fields import Obj, compact
 
-__all__ = ["RAW_KEY", "as_object", "from_object", "object_text", "raw_input"]
+__all__ = ["RAW_KEY", "as_object", "from_object", "object_text"]
 
 RAW_KEY = "_raw"
 
@@ -47,11 +46,3 @@ def from_object(value: Obj) -> str:
     if len(value) == 1 and isinstance(raw := value.get(RAW_KEY), str) and not isinstance(_parsed(raw), dict):
         return raw
     return compact(value)
-
-
-def raw_input(arguments: str) -> str:
-    """The input of a freeform tool, unwrapped from `{"input": ...}` where the model wrapped it."""
-    value = _parsed(arguments)
-    if isinstance(value, dict) and len(value) == 1 and isinstance(inner := value.get("input"), str):
-        return inner
-    return arguments

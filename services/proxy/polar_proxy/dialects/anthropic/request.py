@@ -9,6 +9,7 @@ from polar_proxy.dialects.anthropic.blocks import Blocks
 from polar_proxy.dialects.base import ChatRequest, Hints, Sampling
 from polar_proxy.dialects.hints import hints_from
 from polar_proxy.dialects.openai_chat.request import json_schema_format
+from polar_render.billing import split_billing
 from polar_render.messages import Message, Text, ToolSpec
 
 __all__ = ["HONOURED", "NOT_FORWARDED", "parse"]
@@ -33,18 +34,17 @@ NOT_FORWARDED = {
     "tools[*].cache_control": "the engine keeps its own cache",
 }
 
-_BILLING = "x-anthropic-billing-header:"
 _TOOL = f.keys("type name description input_schema defer_loading eager_input_streaming")
 _CLIENT_TOOLS = ("bash_", "text_editor_", "computer_", "memory_")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def _strip_billing(text: str, billing: list[str]) -> str:
-    """The text without a billing line at its very start; a mention elsewhere is the harness's own text."""
-    while text.startswith(_BILLING):
-        line, _, text = text.partition("\n")
-        billing.append(line.strip())
-    return text
+    """The text without the billing line at its very start; a mention elsewhere is the harness's own text."""
+    line, rest = split_billing(text)
+    if line:
+        billing.append(line)
+    return rest
 
 
 def _system(body: f.Obj, blocks: Blocks, billing: list[str]) -> list[Message]:

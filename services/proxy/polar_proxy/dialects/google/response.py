@@ -55,21 +55,21 @@ def _call_part(call: ToolCall) -> Obj:
 
 def _parts(reply: Reply, request: ChatRequest) -> list[Json]:
     out: list[Json] = []
-    signed = False
-    thought = any(isinstance(part, Thinking) for part in reply.parts)
+    unsigned = False
     for part in joined(reply.parts):
         if isinstance(part, Thinking):
+            unsigned = True
             if _shows_thoughts(request):
                 out.append({"text": part.text, "thought": True})
         elif isinstance(part, Text):
             out.append({"text": part.text})
         elif isinstance(part, ToolCall):
             item = _call_part(part)
-            if thought and not signed:
+            if unsigned:
                 item["thoughtSignature"] = _signature(reply.minted)
-                signed = True
+                unsigned = False
             out.append(item)
-    if thought and not signed:
+    if unsigned:
         out.append({"text": "", "thoughtSignature": _signature(reply.minted)})
     return out or [{"text": ""}]
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import orjson
 
 from polar_common.errors import PolarError
-from polar_proxy.dialects.arguments import raw_input
 from polar_proxy.dialects.base import ChatRequest, Finish, Frame, Minted, Reply, Usage
 from polar_proxy.dialects.faults import Fault, fault
 from polar_proxy.dialects.fields import Obj
@@ -21,7 +20,6 @@ from polar_render.base import (
     TextDelta,
     ThinkingDelta,
     ToolCallDelta,
-    ToolCallDone,
     ToolCallStarted,
 )
 from polar_render.messages import Text, Thinking, ToolCall
@@ -73,7 +71,7 @@ def _logprobs(reply: Reply, request: ChatRequest) -> Obj | None:
 
 def _call_json(call: ToolCall) -> Obj:
     if call.custom:
-        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": raw_input(call.arguments)}}
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -133,7 +131,7 @@ class ChatEncoder:
         self._minted = minted
         self._head = b"data: " + _dumps(head)[:-1]
         self._choice = [self._head + b',"choices":[{"index":%d,"delta":' % index for index in range(len(minted))]
-        self._freeform: dict[tuple[int, int], list[str]] = {}
+        self._freeform: set[tuple[int, int]] = set()
 
     def _chunk(self, choice: int, delta: bytes) -> Frame:
         return Frame(self._choice[choice] + delta + b',"finish_reason":null}]}\n\n')
@@ -150,42 +148,26 @@ class ChatEncoder:
             return [self._chunk(choice, b'{"reasoning_content":' + _dumps(event.text) + b"}")] if event.text else []
         if isinstance(event, ToolCallStarted):
             return [self._started(event, choice)]
-        if isinstance(event, ToolCallDone):
-            return self._close_freeform(choice, event.index)
         return []
 
     def _started(self, event: ToolCallStarted, choice: int) -> Frame:
         call = ToolCall(self._minted[choice].tool_id(event.index), event.name, "", custom=event.custom)
         if event.custom:
-            self._freeform[choice, event.index] = []
+            self._freeform.add((choice, event.index))
         return self._chunk(choice, _dumps({"tool_calls": [{"index": event.index, **_call_json(call)}]}))
 
     def _arguments(self, event: ToolCallDelta, choice: int) -> list[Frame]:
-        held = self._freeform.get((choice, event.index))
-        if held is not None:
-            held.append(event.arguments)
-            return []
         if not event.arguments:
             return []
-        delta = b'{"tool_calls":[{"index":%d,"function":{"arguments":' % event.index
+        field = b'"custom":{"input":' if (choice, event.index) in self._freeform else b'"function":{"arguments":'
+        delta = b'{"tool_calls":[{"index":%d,' % event.index + field
         return [self._chunk(choice, delta + _dumps(event.arguments) + b"}}]}")]
 
-    def _close_freeform(self, choice: int, index: int) -> list[Frame]:
-        """The raw input of a freeform call, once it can be told from a wrapped one."""
-        held = self._freeform.pop((choice, index), None)
-        if not held:
-            return []
-        call = {"index": index, "custom": {"input": raw_input("".join(held))}}
-        return [self._chunk(choice, _dumps({"tool_calls": [call]}))]
-
     def finish(self, reply: Reply, choice: int = 0) -> list[Frame]:
-        unclosed = [index for which, index in self._freeform if which == choice]
-        frames = [frame for index in unclosed for frame in self._close_freeform(choice, index)]
         closing = self._choice[choice] + b"{}"
         if (logprobs := _logprobs(reply, self._request)) is not None:
             closing += b',"logprobs":' + _dumps(logprobs)
-        frames.append(Frame(closing + b',"finish_reason":' + _dumps(_finish(reply)) + b"}]}\n\n", actionable=True))
-        return frames
+        return [Frame(closing + b',"finish_reason":' + _dumps(_finish(reply)) + b"}]}\n\n", actionable=True)]
 
     def end(self, usage: Usage) -> list[Frame]:
         frames = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from polar_proxy.dialects.arguments import as_object, raw_input
+from polar_proxy.dialects.arguments import as_object
 from polar_proxy.dialects.base import ChatRequest, Minted, Reply, Usage
 from polar_proxy.dialects.faults import Fault
 from polar_proxy.dialects.fields import Json, Obj
@@ -72,7 +72,7 @@ def call_item(item_id: str, call: ToolCall, status: str) -> Obj:
     if call.namespace:
         item["namespace"] = call.namespace
     if call.custom:
-        return {**item, "type": "custom_tool_call", "input": raw_input(call.arguments)}
+        return {**item, "type": "custom_tool_call", "input": call.arguments}
     return {**item, "arguments": call.arguments}
 
 

@@ -12,7 +12,6 @@ import orjson
 
 from polar_common.errors import PolarError
 from polar_proxy.dialects import sequence
-from polar_proxy.dialects.arguments import raw_input
 from polar_proxy.dialects.base import ChatRequest, Frame, Minted, Reply, Usage
 from polar_proxy.dialects.faults import fault
 from polar_proxy.dialects.fields import Json, Obj
@@ -72,7 +71,7 @@ class ResponsesEncoder:
 
     def _piece(self, step: sequence.Piece) -> list[Frame]:
         self._pieces.append(step.text)
-        if not step.text or (self._call is not None and self._call.custom):
+        if not step.text:
             return []
         data = self._delta_head + _dumps(step.text) + b',"sequence_number":%d}\n\n' % self._number
         self._number += 1
@@ -90,7 +89,8 @@ class ResponsesEncoder:
 
     def _opened(self, step: sequence.Opened) -> list[Frame]:
         self._pieces, self._call = [], step.call
-        name = _DELTAS[step.kind]
+        custom = step.call is not None and step.call.custom
+        name = "response.custom_tool_call_input.delta" if custom else _DELTAS[step.kind]
         head = b"event: " + name.encode() + b"\ndata: " + _dumps({"type": name, **self._spot(step.kind)})[:-1]
         self._delta_head = head + (b',"logprobs":[],"delta":' if step.kind == "text" else b',"delta":')
         item = self._item(step.kind, "", "in_progress")
@@ -144,9 +144,7 @@ class ResponsesEncoder:
             done = self._event("response.reasoning_summary_text.done", {**spot, "text": text})
             return [done, self._part("response.reasoning_summary_part.done", text)]
         if self._call is not None and self._call.custom:
-            raw = raw_input(text)
-            delta = self._event("response.custom_tool_call_input.delta", {**spot, "delta": raw})
-            return [delta, self._event("response.custom_tool_call_input.done", {**spot, "input": raw})]
+            return [self._event("response.custom_tool_call_input.done", {**spot, "input": text})]
         name = self._call.name if self._call is not None else ""
         return [self._event("response.function_call_arguments.done", {**spot, "name": name, "arguments": text})]
 
