@@ -44,7 +44,7 @@ type: $(STAMP)
 
 ## schemas        write schemas/ from the code
 schemas: $(STAMP)
-	$(BIN)/python -m polar_common.schemas schemas
+	$(BIN)/python schemas/generate.py
 
 ## bench          run the benchmarks in their short form
 bench: $(STAMP)
