@@ -121,6 +121,10 @@ class Cgroup:
             ("memory.peak",) if self.v2 else ("memory.max_usage_in_bytes",), "" if self.v2 else "memory"
         )
 
+    def peak_pids(self) -> int:
+        """Processes at once; 0 where the kernel doesn't keep it."""
+        return self._number(("pids.peak",), "" if self.v2 else "pids")
+
     def cpu_s(self) -> float:
         """Seconds of CPU so far."""
         if self.v2:

@@ -218,7 +218,7 @@ class LocalRuntime(Runtime):
         self._stats = RuntimeStats(
             max(self._stats.peak_rss, group.peak_memory() if group else sampler.peak_rss),
             group.cpu_s() if group else self._stats.cpu_s + sampler.cpu_s,
-            max(self._stats.peak_procs, sampler.peak_procs),
+            max(self._stats.peak_procs, sampler.peak_procs, group.peak_pids() if group else 0),
         )
 
     def _relay(self, argv: list[str], cwd: str, proxy: bool) -> list[str]:
@@ -352,9 +352,9 @@ class ProcessHandle:
         self.id = procs.ProcessId.of(pid) or procs.ProcessId(pid, 0)
         self._skip = skip
 
-    def members(self) -> list[int]:
-        """The command's processes, the relay among them."""
-        return procs.tree(self.id.pid)[self._skip :] if self.id.alive() else []
+    def members(self, most: int = 1 << 22) -> list[int]:
+        """The command's processes, the relay among them; cut short once there are more than `most`."""
+        return procs.tree(self.id.pid, most + self._skip)[self._skip :] if self.id.alive() else []
 
     async def terminate(self) -> None:
         """SIGTERM to all."""
@@ -362,7 +362,7 @@ class ProcessHandle:
 
     async def kill(self) -> None:
         """SIGKILL to all, bubblewrap included, forking or not."""
-        await asyncio.to_thread(procs.kill_tree, self.id)
+        await asyncio.to_thread(procs.kill_namespace if self._skip else procs.kill_tree, self.id)
 
     async def end(self, grace: float) -> None:
         """SIGTERM, then SIGKILL after `grace` seconds."""

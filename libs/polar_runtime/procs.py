@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessId", "Usage", "boot_id", "kill_tree", "labelled", "tree", "usage"]
+__all__ = ["ProcessId", "Usage", "boot_id", "kill_namespace", "kill_tree", "labelled", "tree", "usage"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -60,14 +60,22 @@ def _stat(pid: int) -> list[bytes] | None:
         return None
 
 
-def tree(root: int) -> list[int]:
-    """`root` and everything below it, parents first."""
+def tree(root: int, most: int = 1 << 22) -> list[int]:
+    """`root` and everything below it, parents first; cut short once there are more than `most`."""
     found = [root]
     for pid in found:
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", "rb") as file:
-                    found += map(int, file.read().split())
+        if len(found) > most:
+            break
+        found += _children(pid)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                found += map(int, file.read().split())
     return found
 
 
@@ -101,19 +109,36 @@ def send(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_tree(root: ProcessId, *, rounds: int = 50) -> None:
-    """Kill a tree whose members may be forking. Blocking, at most about a second.
+def kill_namespace(root: ProcessId) -> None:
+    """Kill bubblewrap and its child, with whose end the kernel kills all of the process namespace at once."""
+    if root.alive():
+        send(_children(root.pid), signal.SIGKILL)
+        send([root.pid], signal.SIGKILL)
 
-    Everything is stopped before anything is killed, so that no parent's death hides its children from the next look.
+
+def kill_tree(root: ProcessId, *, seconds: float = 5.0) -> None:
+    """Kill a tree that has a session of its own and whose members may be forking. Blocking.
+
+    Whole process groups at a time: the kernel refuses a fork that a group's signal overtakes, so that nothing escapes
+    between the look and the kill. The root goes last, for without it its orphans couldn't be found.
     """
-    for _ in range(rounds):
-        if not root.alive():
-            return
-        pids = tree(root.pid)
-        send(pids[1:], signal.SIGSTOP)
-        again = tree(root.pid)
-        if len(again) == len(pids):
-            send(again[::-1], signal.SIGKILL)
-            return
+    deadline = time.monotonic() + seconds
+    while root.alive() and time.monotonic() < deadline:
+        below = tree(root.pid, 1000)[1:]
+        groups = {pid: _group(pid) for pid in below}
+        live = [pid for pid, group in groups.items() if group]
+        if not live:
+            break
+        for group in set(groups.values()) - {0, os.getpgrp(), _group(root.pid)}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        send(live, signal.SIGKILL)
         time.sleep(0.005)
-    send(tree(root.pid)[::-1], signal.SIGKILL)
+    if root.alive():
+        send([root.pid], signal.SIGKILL)
+
+
+def _group(pid: int) -> int:
+    """A process's group; 0 where it is gone or a zombie."""
+    fields = _stat(pid)
+    return 0 if fields is None or fields[0] in (b"Z", b"X") else int(fields[2])

@@ -22,8 +22,8 @@ _DISK_EVERY = 20.0  # a look at the disk may take this fraction of the time at m
 class Watched(Protocol):
     """What a sampler looks at and may end."""
 
-    def members(self) -> list[int]:
-        """Pids on this host."""
+    def members(self, most: int = 1 << 22) -> list[int]:
+        """Pids on this host; cut short once there are more than `most`."""
 
     async def kill(self) -> None:
         """End all of them."""
@@ -55,18 +55,19 @@ class Sampler:
         await self._watched.kill()
 
     def _look(self) -> None:
-        pids = self._group.pids() if self._group else self._watched.members()
         if self._group:
-            self.peak_procs = max(self.peak_procs, len(pids))
+            self.peak_procs = max(self.peak_procs, len(self._group.pids()))
+            return
+        pids = self._watched.members(self._limits.pids)
+        self.peak_procs = max(self.peak_procs, len(pids))
+        if len(pids) > self._limits.pids:
+            self.exhausted = "pids"
             return
         now = procs.usage(pids)
         self.peak_rss = max(self.peak_rss, now.rss)
         self.cpu_s = max(self.cpu_s, now.cpu_s)
-        self.peak_procs = max(self.peak_procs, now.procs)
         if now.rss > self._limits.memory_mb << 20:
             self.exhausted = "memory"
-        elif now.procs > self._limits.pids:
-            self.exhausted = "pids"
 
     async def _look_at_disk(self) -> None:
         began = time.monotonic()
