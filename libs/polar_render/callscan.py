@@ -1,7 +1,8 @@
 """Reads one JSON tool call while it is being sampled: the name as soon as it stands there, the arguments byte for byte.
 
 `{"name": "f", "arguments": {"a":  1}}` yields the name `f` and the raw text `{"a":  1}`, blanks included; nothing is
-parsed and written again. What isn't such an object is `broken`, and its text stays available as it was sampled.
+parsed and written again. What isn't such an object is `broken`, and its text stays available as it was sampled; where
+the arguments themselves were complete before, they stay as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CallScanner:
         self._stack: list[str] = []
         self._quoted = False
         self._escaped = False
-        self._seen: set[str] = set()
+        self._complete: set[str] = set()
 
     @property
     def broken(self) -> bool:
@@ -54,7 +55,7 @@ class CallScanner:
     def _step(self, text: str, at: int) -> int:
         match self._state:
             case "broken":
-                if self.name is not None:
+                if self.name is not None and "arguments" not in self._complete:
                     self._argue(text[at:])
                 return len(text)
             case "in key" | "string":
@@ -77,7 +78,7 @@ class CallScanner:
                 self._state = "key"
             case "key", '"':
                 self._state, self._key = "in key", ""
-            case "key", "}" if not self._seen:
+            case "key", "}" if not self._complete:
                 self._state = "end"
             case "colon", ":":
                 self._state = "value"
@@ -176,9 +177,9 @@ class CallScanner:
     def _end_value(self) -> None:
         self._state = "after"
         role = "arguments" if self._key == "parameters" else self._key
-        if role in self._seen:
+        if role in self._complete:
             self._state = "broken"
-        self._seen.add(role)
+        self._complete.add(role)
         if role == "name":
             try:
                 name = json.loads(self._value)
