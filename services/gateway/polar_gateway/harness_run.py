@@ -1,0 +1,83 @@
+"""RUNNING: the harness's process, from its launch to the verdict on how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polar_common.bus import Bus
+from polar_common.errors import RuntimeFault, RuntimeUnavailable
+from polar_common.events import SessionQueued
+from polar_runtime import ExecResult, OnOutput, Runtime
+
+from .domain import Ending, Evidence, HarnessSays, judge
+from .evidence import engine_failure, has_completion
+from .output import redact
+from .preparing import Prepared
+from .waiting import Interrupt
+
+__all__ = ["HarnessEnd", "execute", "judged"]
+
+_TAIL = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessEnd:
+    """`result`, or the runtime's `fault` under the harness."""
+
+    result: ExecResult | None = None
+    fault: RuntimeFault | None = None
+
+    @property
+    def exhausted(self) -> str:
+        return self.result.exhausted if self.result else ""
+
+
+async def execute(runtime: Runtime, prepared: Prepared, on_output: OnOutput) -> HarnessEnd:
+    """Run the harness to its end. A runtime that fails under it is a result to be judged."""
+    launch = prepared.launch
+    try:
+        result = await runtime.exec(
+            launch.argv,
+            env=launch.env,
+            cwd=launch.cwd or None,
+            on_output=on_output,
+            stdin=launch.stdin,
+            proxy=True,
+        )
+    except RuntimeFault as error:
+        return HarnessEnd(fault=error)
+    return HarnessEnd(result)
+
+
+async def judged(
+    bus: Bus, queued: SessionQueued, prepared: Prepared, end: HarnessEnd, why: Interrupt | None, key: str
+) -> Ending:
+    """The ending. Called after the seal: model calls that aren't on the log by then don't count."""
+    code, tail, says = None, "", HarnessSays()
+    if end.result is not None:
+        code = end.result.exit_code
+        tail = redact(end.result.output_tail.encode(), key).decode(errors="replace")
+        told = prepared.harness.classify_exit(code, tail)
+        says = HarnessSays(told.kind, told.reason)
+    if why == "cancelled":
+        return Ending(code, cancelled=True, log_tail=tail[-_TAIL:])
+    unavailable = isinstance(end.fault, RuntimeUnavailable)
+    evidence = Evidence(
+        exit_code=code,
+        timed_out=why == "timeout",
+        exhausted=end.exhausted,
+        broken=str(end.fault) if end.fault is not None and not unavailable else "",
+        unavailable=str(end.fault) if unavailable else "",
+        completions=await has_completion(bus, queued.session, queued.attempt),
+        engine_failed=await engine_failure(bus, queued.session, queued.attempt),
+        says=says,
+    )
+    verdict = judge(evidence)
+    return Ending(
+        code,
+        timed_out=evidence.timed_out,
+        fault=verdict.fault,
+        cause=verdict.cause,
+        detail=verdict.detail,
+        log_tail=tail[-_TAIL:],
+    )

@@ -1,0 +1,174 @@
+"""INIT: from a task to a runtime in which the harness can be launched."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+import orjson
+
+from polar_common.errors import ConfigError, HarnessError, PolarError, RuntimeFault, RuntimeUnavailable
+from polar_common.events import SessionQueued
+from polar_common.keys import SessionKey, sign
+from polar_common.task_spec import RuntimeChoice
+from polar_common.tasks import spawn
+from polar_runtime import Limits, Mount, Runtime, RuntimeSpec, RuntimeStats
+
+from .domain import Deadlines
+from .harnesses import toolchain
+from .harnesses.base import TOOLCHAIN, Harness, Launch, LaunchContext
+from .house import House
+from .settings import GatewaySettings
+
+__all__ = ["Preparation", "Prepared", "session_key"]
+
+_START_S = 60.0
+
+
+def session_key(settings: GatewaySettings, queued: SessionQueued, deadlines: Deadlines) -> str:
+    """The key that the attempt's harness shows the proxy. Raises ConfigError without a secret."""
+    secret = settings.secret.get_secret_value().encode()
+    if not secret:
+        raise ConfigError("no secret to sign session keys with; `polar up` makes one", "secret")
+    spec = queued.spec
+    key = SessionKey(
+        session=queued.session,
+        task=queued.task,
+        run=queued.run,
+        attempt=queued.attempt,
+        model=spec.model,
+        expires=int(deadlines.attempt.timestamp() + settings.gateway_key_grace_s) + 1,
+        calls=spec.limits.calls,
+        max_tokens_per_call=spec.limits.max_tokens_per_call,
+        total_tokens=spec.limits.total_tokens,
+        sampling=spec.sampling,
+    )
+    return sign(key, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A runtime with everything in place."""
+
+    harness: Harness
+    launch: Launch
+    config_hash: str
+
+
+class Preparation:
+    """The steps of INIT. `runtime` is there as soon as it has to be stopped."""
+
+    def __init__(self, house: House, queued: SessionQueued, label: str, key: str) -> None:
+        self._house = house
+        self._queued = queued
+        self._label = label
+        self._key = key
+        self.runtime: Runtime | None = None
+        self._starting: asyncio.Task[Exception | None] | None = None
+
+    async def run(self) -> Prepared:
+        """Raises ConfigError, HarnessError or a RuntimeFault, see `domain.blame_init`."""
+        spec = self._queued.spec
+        harness = self._house.find_harness(spec.harness.name)
+        mounts = toolchain.mounts(await self._house.toolchain(harness))
+        self.runtime = runtime = self._house.make_runtime(self._runtime_spec(mounts))
+        await self._start(runtime)
+        await self._upload_files(runtime)
+        for step in spec.runtime.prepare:
+            await runtime.check(["/bin/sh", "-c", step.exec], timeout=step.timeout_s)
+        launch = self._launch(harness, runtime, mounts)
+        await runtime.upload({path: text.encode() for path, text in launch.files.items()})
+        await runtime.snapshot()
+        return Prepared(harness, launch, self._config_hash(launch))
+
+    async def stop(self) -> RuntimeStats:
+        """Stop and remove the runtime, if there is one; any number of times. Raises RuntimeFault."""
+        runtime = self.runtime
+        if runtime is None:
+            return RuntimeStats()
+        if self._starting is not None:
+            await asyncio.wait({self._starting}, timeout=_START_S)
+        await runtime.stop()
+        return await runtime.stats()
+
+    async def _start(self, runtime: Runtime) -> None:
+        # A start that is cut off half-way may go on in a thread and leave what nobody stops.
+        self._starting = spawn(_error_of(runtime.start()), name=f"start:{self._label}")
+        error = await asyncio.shield(self._starting)
+        if error is not None:
+            raise error
+
+    def _runtime_spec(self, mounts: tuple[Mount, ...]) -> RuntimeSpec:
+        settings, choice = self._house.settings, self._queued.spec.runtime
+        return RuntimeSpec(
+            kind=choice.kind,
+            label=self._label,
+            root=settings.root,
+            image=choice.image,
+            env=choice.env,
+            limits=_limits(settings, choice),
+            network="host" if choice.network else "proxy",
+            mounts=mounts,
+            proxy_socket=settings.proxy_socket,
+            proxy_url=settings.gateway_proxy_url,
+            isolation=settings.gateway_isolation,
+        )
+
+    async def _upload_files(self, runtime: Runtime) -> None:
+        if self._queued.files is None:
+            return
+        body = await self._house.blobs.get(self._queued.files)
+        try:
+            await runtime.upload(body)
+        except RuntimeUnavailable:
+            raise
+        except RuntimeFault as error:
+            raise ConfigError(str(error), "files") from error
+
+    def _launch(self, harness: Harness, runtime: Runtime, mounts: tuple[Mount, ...]) -> Launch:
+        settings, spec = self._house.settings, self._queued.spec
+        context = LaunchContext(
+            instruction=spec.instruction,
+            workdir=runtime.workdir,
+            home=runtime.home,
+            base_url=runtime.base_url(self._key),
+            api_key=self._key,
+            model=spec.model,
+            context_window=settings.gateway_context_window,
+            max_tokens_per_call=spec.limits.max_tokens_per_call or settings.gateway_max_tokens_per_call,
+            args=spec.harness.args,
+            toolchain=runtime.inside(mounts[0]) if mounts else TOOLCHAIN,
+            call_timeout_s=settings.gateway_call_timeout_s,
+        )
+        try:
+            return harness.launch(context)
+        except PolarError:
+            raise
+        except Exception as error:
+            # A user's own adapter may raise anything; that is the harness's failure, not the gateway's.
+            raise HarnessError(f"{spec.harness.name}: {error!r}") from error
+
+    def _config_hash(self, launch: Launch) -> str:
+        """The same for every session of a task: the session's own key is left out."""
+        told = orjson.dumps([launch.argv, sorted(launch.env), dict(launch.files)], option=orjson.OPT_SORT_KEYS)
+        return hashlib.sha256(told.replace(self._key.encode(), b"KEY")).hexdigest()
+
+
+async def _error_of(work: Awaitable[None]) -> Exception | None:
+    try:
+        await work
+    except Exception as error:
+        return error
+    return None
+
+
+def _limits(settings: GatewaySettings, choice: RuntimeChoice) -> Limits:
+    return Limits(
+        memory_mb=choice.memory_mb or settings.gateway_memory_mb,
+        pids=choice.pids or settings.gateway_pids,
+        cpus=choice.cpus or 0.0,
+        disk_mb=choice.disk_mb or settings.gateway_disk_mb,
+        log_mb=settings.gateway_log_mb,
+    )
