@@ -32,14 +32,22 @@ def run(argv: Sequence[str] = ()) -> None:
     settings = CliApp.run(EngineSettings, cli_args=list(argv))
     die_with_parent()
     configure("engine", settings.log_level)
-    # Imported here: it needs torch, which a bare installation lacks.
-    from polar_engine.loading import load_engine
-
-    host = load_engine(settings)
+    host = _load(settings)
     try:
         asyncio.run(serve(host))
     finally:
         host.scheduler.close()
+
+
+def _load(settings: EngineSettings) -> EngineHost:
+    if settings.script:
+        from polar_engine.scripted import load_scripted
+
+        return load_scripted(settings)
+    # Imported here: it needs torch, which a bare installation lacks.
+    from polar_engine.loading import load_engine
+
+    return load_engine(settings)
 
 
 async def serve(host: EngineHost) -> None:

@@ -162,8 +162,8 @@ def _pick(weights: Floats, draw: float) -> int:
     place = int(np.searchsorted(inside, rest, side="right"))
     if place < len(inside):
         return start + place
-    # Rounding put the point behind the block's own sum: its last token of any weight is meant.
-    return start + int(np.flatnonzero(weights[start : start + _BLOCK])[-1])
+    # Rounding put the point behind the sum: the last token of any weight up to here is meant.
+    return int(np.flatnonzero(weights[: start + _BLOCK])[-1])
 
 
 def _log_softmax(scores: Floats) -> Floats:

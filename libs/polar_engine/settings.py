@@ -47,6 +47,16 @@ class EngineSettings(BaseSettings):
     """What the weights are called until an update names others."""
     no_logprobs: bool = False
     """Leave log-probs out of every answer: a test engine whose completions can't be trained."""
+    script: str = ""
+    """Follow this script (flags of `polar_engine.script`) instead of sampling: for smoke, load and crash tests."""
+    script_token_ms: float = Field(0.0, ge=0)
+    """Milliseconds per token of a scripted answer."""
+    script_split: bool = False
+    """Scripted answers are tokenised in ways their tokenizer wouldn't choose, as samples sometimes are."""
+    faults: str = ""
+    """Scripted faults by call number: `500@2,429@3,cut@5`."""
+    journal: Path | None = None
+    """A scripted engine writes here what it was asked and what it said, one JSON object a line."""
     ready_file: Path | None = None
     """Written (JSON: port, pid, model) when the engine answers."""
     log_level: str = "info"
