@@ -1,6 +1,7 @@
 """Chat templates: compiled once, in a sandbox, with the extras that published templates rely on.
 
-Templates come with models, that is, from strangers: they run in jinja2's immutable sandbox and see values only.
+Templates come with models, that is, from strangers: they run in jinja2's immutable sandbox and see values only. Our own
+are trusted, which makes a short rendering twice as fast.
 """
 
 from __future__ import annotations
@@ -77,15 +78,20 @@ class Template:
 
 
 def compile_template(
-    source: str, names: dict[str, Json], now: Callable[[], datetime.datetime] = datetime.datetime.now
+    source: str,
+    names: dict[str, Json],
+    *,
+    trusted: bool = False,
+    now: Callable[[], datetime.datetime] = datetime.datetime.now,
 ) -> Template:
     """Compiles a template. `names` are what it may refer to beside messages and tools (`bos_token`, …).
 
+    `trusted` is for templates of this package alone.
+
     Raises ConfigError if it isn't valid.
     """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    kind = jinja2.Environment if trusted else jinja2.sandbox.ImmutableSandboxedEnvironment
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: now().strftime(form)

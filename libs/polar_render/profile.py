@@ -61,14 +61,19 @@ def _own_template(directory: Path) -> str:
     return value if isinstance(value, str) else ""
 
 
+def _shipped(name: str) -> str:
+    """A template of this package, "" if it has none of that name."""
+    path = resources.files(__package__) / "templates" / f"{name}.jinja"
+    return path.read_text(encoding="utf-8") if name.isidentifier() and path.is_file() else ""
+
+
 def _template(profile: ModelProfile) -> str:
     if profile.template == "own":
         if source := _own_template(profile.directory):
             return source
         raise ConfigError("the tokenizer has no chat template: name one", "template")
-    shipped = resources.files(__package__) / "templates" / f"{profile.template}.jinja"
-    if "/" not in profile.template and shipped.is_file():
-        return shipped.read_text(encoding="utf-8")
+    if shipped := _shipped(profile.template):
+        return shipped
     path = Path(profile.template)
     if not path.is_file():
         raise ConfigError(f"no template {profile.template!r}: neither shipped nor a file", "template")
@@ -153,7 +158,7 @@ def _bridged(profile: ModelProfile, vocabulary: Vocabulary, stops: tuple[int, ..
     names: dict[str, Json] = dict(_special_names(profile.directory))
     return TemplateRenderer(
         vocabulary,
-        compile_template(source, names | profile.template_args),
+        compile_template(source, names | profile.template_args, trusted=source == _shipped(profile.template)),
         source,
         stops,
         _provenance(profile, vocabulary, source, "template"),

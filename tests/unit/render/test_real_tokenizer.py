@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from polar_common.errors import RenderError
 from polar_render import CHATML_TOOLS, load_renderer, profile_for
 from polar_render.base import Head
