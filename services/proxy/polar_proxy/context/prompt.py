@@ -1,0 +1,152 @@
+"""The ids a call is prompted with: the continued call's prompt + sample + a rendered tail, else a full rendering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polar_common.events.completion_captured import ChainClass, ParentBy
+from polar_proxy.dialects.base import ChatRequest
+from polar_render.base import Head, Renderer
+from polar_render.messages import Message
+from polar_render.records import Ids
+
+from .match import Keys, Match, chain_class, find, keys_of
+from .nodes import Node, SessionIndex
+
+__all__ = ["Plan", "head_of", "plan", "plan_native"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is decided before the engine is asked. `prompt` int32[P] (empty in native context).
+
+    `base` is what the log refers to: the continued call, or a call of the same conversation, with `shared` messages.
+    """
+
+    request: ChatRequest
+    head: Head
+    keys: Keys
+    prompt: Ids
+    parent: Node | None = None
+    by: ParentBy = "none"
+    ambiguous: bool = False
+    chain: ChainClass = "root"
+    additions: tuple[str, ...] = ()
+    base: Node | None = None
+    shared: int = 0
+    prefill_tokens: int = 0
+    dropped: tuple[str, ...] = ()
+
+
+def head_of(request: ChatRequest) -> Head:
+    """What must be equal for a later call to continue this one. Whether thinking is on is the template's business."""
+    args = dict(request.template_args)
+    enabled = (request.thinking or {}).get("enabled")
+    if isinstance(enabled, bool):
+        args.setdefault("enable_thinking", enabled)
+    return Head(request.tools, request.response_format, args)
+
+
+def _ids(ids: Sequence[int]) -> Ids:
+    return np.array(ids, dtype=np.int32)
+
+
+def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: Head, key: bytes, *, keep: bool) -> Plan:
+    """`key` is the head's key; `keep`: sampled thinking stays though the harness dropped it.
+
+    Raises RenderError where the template can't express the messages.
+    """
+    keys = keys_of(request.messages, key)
+    match, edited = find(index, request, keys)
+    header = ("stripped_header",) if request.billing else ()
+    if match is not None:
+        continued, refused = _continued(match, request, renderer, head, keys, header, keep)
+        if continued is not None:
+            return continued
+        chain: ChainClass = refused
+    else:
+        chain = chain_class(index, request, keys, edited_thinking=edited)
+    ids = renderer.render(request.messages, head, prefill=request.prefill)
+    base, shared = _relative(index, keys, match)
+    tokens = len(ids) - len(renderer.render(request.messages[:-1], head)) if request.prefill else 0
+    return Plan(
+        request, head, keys, _ids(ids), chain=chain, additions=header, base=base, shared=shared,
+        prefill_tokens=max(0, tokens),
+    )  # fmt: skip
+
+
+def plan_native(index: SessionIndex, request: ChatRequest, head: Head, key: bytes) -> Plan:
+    """The engine's template makes the ids; the parent is recorded all the same."""
+    keys = keys_of(request.messages, key)
+    match, _ = find(index, request, keys)
+    base, shared = _relative(index, keys, match)
+    return Plan(
+        request, head, keys, _ids(()), chain="native", base=base, shared=shared,
+        parent=match.node if match else None, by=match.by if match else "none",
+        ambiguous=match.ambiguous if match else False,
+    )  # fmt: skip
+
+
+def _continued(
+    match: Match, request: ChatRequest, renderer: Renderer, head: Head, keys: Keys, header: tuple[str, ...], keep: bool
+) -> tuple[Plan | None, ChainClass]:
+    node, at = match.node, match.position
+    messages = request.messages
+    dropped_thinking = _dropped_thinking(node, messages)
+    if dropped_thinking and not keep:
+        return None, "thinking"
+    history, answer, new = messages[:at], messages[at], messages[at + 1 :]
+    tail = _tail(renderer, history, answer, new, head, request.prefill)
+    if tail is None:
+        return None, "bridge_refused"
+    close: tuple[int, ...] = () if node.closed else renderer.close_ids
+    if not node.closed and not close:
+        return None, "bridge_refused"
+    added = dict.fromkeys((*node.additions, *header))
+    if close:
+        added["synthesised_close"] = None
+    if node.finish == "stop_string":
+        added["kept_stop_string"] = None
+    if dropped_thinking:
+        added["kept_thinking"] = None
+    prompt = np.concatenate((node.link.context, _ids((*close, *tail))))
+    tokens = 0
+    if request.prefill:
+        bare = _tail(renderer, history, answer, new[:-1], head, False)
+        tokens = len(tail) - len(bare) if bare is not None else 0
+    return Plan(
+        request, head, keys, prompt, parent=node, by=match.by, ambiguous=match.ambiguous, chain="continued",
+        additions=tuple(added), base=node, shared=min(node.size, node.position), prefill_tokens=max(0, tokens),
+    ), "continued"  # fmt: skip
+
+
+def _tail(
+    renderer: Renderer, history: Sequence[Message], answer: Message, new: Sequence[Message], head: Head, prefill: bool
+) -> list[int] | None:
+    if not new:
+        return None
+    return renderer.tail(history, answer, new, head, prefill=prefill)
+
+
+def _dropped_thinking(node: Node, messages: Sequence[Message]) -> bool:
+    """Whether the context shows sampled thinking that the harness doesn't send back."""
+    at: Node | None = node
+    while at is not None:
+        if at.answer.thinking and not any(t.text or t.signature for t in messages[at.position].thinking):
+            return True
+        at = at.parent
+    return False
+
+
+def _relative(index: SessionIndex, keys: Keys, match: Match | None) -> tuple[Node | None, int]:
+    """A call to which the log can refer where none is continued: the same request, or the continued one's messages."""
+    if match is not None:
+        return match.node, min(match.node.size, match.node.position)
+    last = keys.at[-1] if keys.at else keys.head
+    for node in reversed(index.nodes.values()):
+        if node.request_key == last:
+            return node, node.size
+    return None, 0

@@ -1,0 +1,85 @@
+"""How a call is sampled: what the harness asked, what the task pins, what fits. Pure functions.
+
+Training pins EXACT §5's defaults over the harness (`pin`); otherwise the harness's own win where it gives any
+(`follow`). Both what was asked and what was used are recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+
+from polar_common.errors import EngineOverflow
+from polar_common.events import SamplingUsed
+from polar_common.task_spec import SamplingSpec
+from polar_proxy.dialects.base import Sampling
+
+__all__ = ["asked_fields", "derived_seed", "max_tokens", "sampling_used"]
+
+
+def asked_fields(asked: Sampling) -> dict[str, object]:
+    """What the harness said, silent fields left out."""
+    plain = {k: v for k, v in asdict(asked).items() if v not in (None, (), False)}
+    if asked.n == 1:
+        plain.pop("n", None)
+    return plain
+
+
+def derived_seed(*parts: object) -> int:
+    """A 31-bit seed that depends on all parts."""
+    text = "\0".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def max_tokens(asked: int | None, cap: int | None, window: int, prompt: int, default: int) -> int:
+    """Tokens the answer may have. `window` 0: unknown. Raises EngineOverflow where the prompt fills the window."""
+    wanted = default if asked is None else asked
+    if cap is not None:
+        wanted = min(wanted, cap)
+    if window:
+        room = window - prompt
+        if room < 1:
+            raise EngineOverflow(
+                f"This model's maximum context length is {window} tokens. However, your messages resulted in {prompt} "
+                "tokens. Please reduce the length of the messages.",
+                400,
+            )
+        wanted = min(wanted, room)
+    return wanted
+
+
+def sampling_used(
+    spec: SamplingSpec, asked: Sampling, *, tokens: int, session: str, request_hash: str, repeat: int, choice: int
+) -> SamplingUsed:
+    """Every field the engine is told. `repeat`: how many identical requests came before.
+
+    A seed is mixed with the session, so that the samples of a group differ whatever a harness sends with each.
+    """
+    if spec.mode == "pin":
+        seed = None
+        if spec.seed is not None:
+            seed = derived_seed(spec.seed, session, request_hash, repeat, choice)
+        elif asked.seed is not None:
+            seed = derived_seed(asked.seed, session, choice)
+        return SamplingUsed(
+            temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k, min_p=spec.min_p, max_tokens=tokens,
+            seed=seed, stop=asked.stop,
+        )  # fmt: skip
+    seed = spec.seed if asked.seed is None else asked.seed
+    return SamplingUsed(
+        temperature=_first(asked.temperature, spec.temperature),
+        top_p=_first(asked.top_p, spec.top_p) or 1.0,
+        top_k=max(0, int(_first(asked.top_k, spec.top_k))),
+        min_p=_first(asked.min_p, spec.min_p),
+        max_tokens=tokens,
+        seed=None if seed is None else (seed + choice) & 0x7FFFFFFFFFFFFFFF,
+        stop=asked.stop,
+        presence_penalty=_first(asked.presence_penalty, 0.0),
+        frequency_penalty=_first(asked.frequency_penalty, 0.0),
+        repetition_penalty=_first(asked.repetition_penalty, 1.0) or 1.0,
+        logit_bias=asked.logit_bias or None,
+    )
+
+
+def _first(asked: float | None, otherwise: float) -> float:
+    return otherwise if asked is None else asked
