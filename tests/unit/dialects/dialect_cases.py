@@ -90,6 +90,7 @@ def _claude(**extra: Any) -> dict[str, Any]:
 
 def _codex(**extra: Any) -> dict[str, Any]:
     function_tool = {"type": "function", "name": "exec_command", "strict": False, "parameters": SHELL_SCHEMA}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
     spawn = {"type": "function", "name": "spawn_agent", "description": "starts one", "parameters": SHELL_SCHEMA}
     return {
         "model": "m",
@@ -142,6 +143,7 @@ def _codex(**extra: Any) -> dict[str, Any]:
 
 def _gemini(**extra: Any) -> dict[str, Any]:
     call = {"functionCall": {"id": "call_c1_0", "name": "run", "args": {"command": "ls"}}}
+    declared = {"name": "run", "description": "r", "parametersJsonSchema": SHELL_SCHEMA}
     answer = {"functionResponse": {"id": "call_c1_0", "name": "run", "response": {"output": "a.txt"}}}
     return {
         "contents": [
