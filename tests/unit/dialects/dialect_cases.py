@@ -125,7 +125,7 @@ def _codex(**extra: Any) -> dict[str, Any]:
             {
                 "type": "custom",
                 "name": "apply_patch",
-                "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+                "format": grammar,
             },
             {"type": "namespace", "name": "agents", "description": "others", "tools": [spawn]},
             {"type": "web_search", "external_web_access": True},
@@ -152,9 +152,7 @@ def _gemini(**extra: Any) -> dict[str, Any]:
             {"role": "user", "parts": [answer]},
         ],
         "systemInstruction": {"role": "user", "parts": [{"text": "Help."}]},
-        "tools": [
-            {"functionDeclarations": [{"name": "run", "description": "r", "parametersJsonSchema": SHELL_SCHEMA}]}
-        ],
+        "tools": [{"functionDeclarations": [declared]}],
         "generationConfig": {
             "temperature": 1,
             "topP": 0.95,

@@ -25,7 +25,7 @@ class Script:
 
     parts: Sequence[Part] = ()
     finish: Finish = "stop"
-    usage: Usage = Usage(11, 7, 4, 2)
+    usage: Usage = field(default_factory=lambda: Usage(11, 7, 4, 2))
     error: PolarError | None = None
     breaks: PolarError | None = None
     stop_sequence: str | None = None

@@ -161,11 +161,10 @@ def test_errors(
     client: genai.Client, server: DialectServer, stream: bool, error: PolarError, raised: Any, status: str
 ) -> None:
     server.script.error = error
+    models = client.models
+    ask: Any = models.generate_content_stream if stream else models.generate_content
     with pytest.raises(raised) as caught:
-        if stream:
-            list(client.models.generate_content_stream(model="m", contents="Go"))
-        else:
-            client.models.generate_content(model="m", contents="Go")
+        list(ask(model="m", contents="Go"))
     assert caught.value.status == status
 
 
