@@ -122,6 +122,7 @@ def start(argv: list[str], limits: dict[str, int], directory: str = "") -> int:
         what = directory
         if directory:
             os.chdir(directory)
+            os.putenv("PWD", directory)  # some programs trust it more than the kernel
         what = argv[0]
         os.execvp(argv[0], argv)
     except OSError as error:

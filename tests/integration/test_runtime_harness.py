@@ -1,0 +1,120 @@
+"""Real agent programs in a real sandbox against a scripted model: each writes its file and ends with 0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from runtime_scripted import CLOSING, SUBMIT, Scripted
+
+from polar_gateway.harnesses import registry, toolchain
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext
+from polar_runtime import ExecResult, Limits, Runtime, RuntimeSpec, make_runtime
+
+pytestmark = pytest.mark.harness
+
+PROMPT = "Create hello.txt containing hi"
+KEY = "key-of-session"
+_API_PATHS = {
+    "openai-chat": "/v1/chat/completions",
+    "openai-responses": "/v1/responses",
+    "anthropic": "/v1/messages",
+    "google": "GenerateContent",
+}
+
+
+async def run(
+    harness: Harness,
+    model: Scripted,
+    tmp_path: Path,
+    *,
+    args: Mapping[str, object] | None = None,
+    prompt: str = PROMPT,
+    timeout: float = 90.0,
+    kind: str = "local",
+    image: str = "",
+) -> tuple[Launch, ExecResult, dict[str, bytes]]:
+    """One attempt: toolchain mounted, files uploaded, launched by the relay; returns the working directory's files."""
+    installed = await asyncio.to_thread(toolchain.ensure, harness)
+    spec = RuntimeSpec(
+        kind, "smoke.1", tmp_path / "attempts", image=image, mounts=toolchain.mounts(installed),
+        proxy_socket=model.path, limits=Limits(memory_mb=4096, pids=1024),
+    )  # fmt: skip
+    async with make_runtime(spec) as rt:
+        launch = harness.launch(context(rt, prompt, args or {}))
+        await rt.upload({path: content.encode() for path, content in launch.files.items()})
+        result = await rt.exec(
+            launch.argv, env=launch.env, cwd=launch.cwd or None, stdin=launch.stdin, timeout=timeout, proxy=True
+        )
+        return launch, result, await rt.download(["."])
+
+
+def context(rt: Runtime, prompt: str, args: Mapping[str, object]) -> LaunchContext:
+    return LaunchContext(
+        prompt,
+        rt.workdir,
+        rt.home,
+        rt.base_url(KEY),
+        KEY,
+        "scripted",
+        100_000,
+        4096,
+        args,
+        retries=1,
+        call_timeout_s=30,
+    )
+
+
+@pytest.mark.parametrize("api", ["openai-chat", "openai-responses", "anthropic", "google"])
+async def test_pi_speaks_four_apis(api: str, tmp_path: Path) -> None:
+    model = Scripted(tmp_path / "proxy" / "proxy.sock")
+    server = await model.serve()
+    harness = registry.find("pi")
+    _, result, files = await run(harness, model, tmp_path, args={"api": api}, prompt=f"- @nobody {PROMPT} $(id)")
+    server.close()
+    assert result.exit_code == 0, result.output_tail
+    assert files["./hello.txt"] == b"hi\n"
+    assert result.stdout.decode().strip() == CLOSING
+    assert harness.classify_exit(result.exit_code, result.output_tail).kind == "finished"
+    assert len(model.calls) == 2
+    for call in model.calls:
+        assert call.key == KEY and _API_PATHS[api] in call.path
+    assert f"- @nobody {PROMPT} $(id)" in str(model.calls[0].body)
+
+
+_CLIS = {
+    "claude_code": ("anthropic", {}),
+    "codex": ("openai-responses", {}),
+    "qwen_code": ("openai-chat", {}),
+    "gemini_cli": ("google", {}),
+    "opencode": ("openai-chat", {}),
+    "mini_swe_agent": ("openai-chat", {}),
+    "aider": ("openai-chat", {"files": ["hello.txt"]}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("mini_swe_agent", "aider") else ()) for n in _CLIS]
+)
+@pytest.mark.timeout(900)
+async def test_each_cli_writes_its_file(name: str, tmp_path: Path) -> None:
+    api, args = _CLIS[name]
+    model = Scripted(tmp_path / "proxy" / "proxy.sock", edit_text="hello.txt\n```\nhi\n```\n")
+    model.final_command = SUBMIT if name == "mini_swe_agent" else ""
+    server = await model.serve()
+    harness = registry.find(name)
+    prompt = f"--help {PROMPT}; $(touch evil) `touch evil`"
+    _, result, files = await run(harness, model, tmp_path, args=args, prompt=prompt)
+    server.close()
+    assert result.exit_code == 0, result.output_tail
+    assert files["./hello.txt"] == b"hi\n"
+    assert not [f for f in files if "evil" in f]
+    assert harness.classify_exit(result.exit_code, result.output_tail).kind == "finished"
+    assert model.calls
+    for call in model.calls:
+        assert call.key == KEY and _API_PATHS[api] in call.path
+    assert any(prompt in str(c.body) for c in model.calls)
+    if harness.session_header:
+        assert any(harness.session_header in c.headers for c in model.calls)
