@@ -1,0 +1,267 @@
+"""An engine that follows a script instead of sampling: the same wire, real token ids, made-up log-probs. No torch.
+
+It stands where a model would be in way: for smoke runs of harnesses, load and crash tests. It journals what it was
+asked and what it said, so that a test can count on its own; and it fails on demand, by call number.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+import structlog
+
+from polar_common.errors import ConfigError, EngineBusy
+from polar_engine.choice import Call, Choice, Delta, Finish
+from polar_engine.host import EngineHost, Running, text_stream
+from polar_engine.models import ModelDir
+from polar_engine.requests import GenerateRequest, Served
+from polar_engine.sampling import Sampled, Sampler
+from polar_engine.script import Script, parse_script
+from polar_engine.settings import EngineSettings
+
+__all__ = ["ScriptedScheduler", "load_scripted"]
+
+T = TypeVar("T")
+_WORKERS = 64
+_log = structlog.get_logger(__name__)
+
+
+class Journal:
+    """One JSON object a line: what was asked, what was said. Flushed line by line, so a kill loses nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("ab") if path else None
+        self._lock = threading.Lock()
+
+    def write(self, **facts: Any) -> None:
+        if self._file is not None:
+            with self._lock:
+                self._file.write(orjson.dumps(facts) + b"\n")
+                self._file.flush()
+
+
+class ScriptedScheduler:
+    """Stands in for `scheduler.Scheduler`: same methods, answers from a script."""
+
+    def __init__(self, script: Script, tokenizer: Any, settings: EngineSettings, ends: frozenset[int]) -> None:
+        """`tokenizer` is a fast (`tokenizers`) one."""
+        self._script = script
+        self._tokenizer = tokenizer
+        self._delay_s = settings.script_token_ms / 1000
+        self._split = settings.script_split
+        self._ends = ends
+        self.version = settings.model_version
+        self.journal = Journal(settings.journal)
+        self._pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="script")
+        self._aborted: set[str] = set()
+        self._live: dict[str, Call] = {}
+        self._lock = threading.Lock()
+        self._running = threading.Event()
+        self._running.set()
+        self._pieces = _pieces(tokenizer)
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.abort_all()
+        self._running.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def submit(self, call: Call) -> None:
+        with self._lock:
+            self._live[call.request_id] = call
+        self._pool.submit(self._answer, call)
+
+    def abort(self, request_ids: Sequence[str]) -> Future[int]:
+        with self._lock:
+            known = [r for r in request_ids if r in self._live]
+            self._aborted.update(known)
+        return _done(len(known))
+
+    def abort_all(self) -> Future[int]:
+        return self.abort(list(self._live))
+
+    def freeze(self, frozen: bool) -> Future[None]:
+        (self._running.clear if frozen else self._running.set)()
+        return _done(None)
+
+    def idle(self) -> Future[None]:
+        waiter: Future[None] = Future()
+
+        def wait() -> None:
+            while self._live:
+                time.sleep(0.01)
+            waiter.set_result(None)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return waiter
+
+    def swap(self, weights: object, version: str | None) -> Future[None]:
+        self.version = version or self.version
+        return _done(None)
+
+    def relabel(self, version: str) -> Future[None]:
+        self.version = version
+        return _done(None)
+
+    def clear_cache(self) -> Future[None]:
+        return _done(None)
+
+    def _answer(self, call: Call) -> None:
+        try:
+            for index in range(call.choices):
+                self._choice(call, index)
+        except Exception as error:
+            _log.exception("script failed", request=call.request_id)
+            call.deliver(Delta(0, (), finish=Finish("error", None, (), False, 0, repr(error))))
+        finally:
+            with self._lock:
+                self._live.pop(call.request_id, None)
+                self._aborted.discard(call.request_id)
+
+    def _choice(self, call: Call, index: int) -> None:
+        prompt = self._tokenizer.decode(list(call.prompt), skip_special_tokens=False)
+        ids = self._ids(self._script.answer(prompt), call, index)
+        choice: Choice[Any] = Choice(
+            call,
+            index,
+            np.asarray(call.prompt, dtype=np.int32),
+            Sampler(call.params, index, call.prompt, self._ends),
+            self._ends,
+            text_stream(self._tokenizer, call),
+        )
+        finish = None
+        for place, token in enumerate(ids):
+            self._running.wait()
+            if call.request_id in self._aborted:
+                finish = choice.finish("abort")
+            else:
+                if self._delay_s:
+                    time.sleep(self._delay_s)
+                # Deterministic and distinct per place, so that a test can tell columns apart.
+                finish = choice.accept(Sampled(token, -0.01 - 0.001 * (place % 100), 1), self.version)
+            if finish is not None:
+                break
+            choice.deliver(None)
+        finish = finish or choice.finish("length")
+        self.journal.write(
+            request=call.request_id.rpartition("#")[0],
+            choice=index,
+            prompt=list(call.prompt),
+            sampled=choice.out,
+            finish=finish.reason,
+            at=time.time(),
+        )
+        choice.deliver(finish)
+
+    def _ids(self, text: str, call: Call, index: int) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._split:
+            rng = random.Random(f"{len(call.prompt)}/{index}/{text}")
+            ids = [piece for i in ids for piece in self._splitted(i, rng)]
+        return [*ids, min(self._ends)]
+
+    def _splitted(self, token: int, rng: random.Random) -> list[int]:
+        """The token, or (one time in three) two tokens that decode to the same text."""
+        ways = self._pieces.get(token)
+        return list(rng.choice(ways)) if ways and rng.random() < 0.34 else [token]
+
+
+def _pieces(tokenizer: Any) -> dict[int, list[tuple[int, int]]]:
+    """Ways to split a token in two others with the same text."""
+    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
+    ways = {}
+    for text, token in vocab.items():
+        found = [
+            (vocab[text[:i]], vocab[text[i:]]) for i in range(1, len(text)) if text[:i] in vocab and text[i:] in vocab
+        ]
+        if found:
+            ways[token] = found
+    return ways
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+class ScriptedHost(EngineHost):
+    """Adds faults by call number: `500@2` fails the second call, `429@3` refuses the third, `cut@4` breaks off."""
+
+    faults: dict[int, str]
+    _calls = 0
+
+    def open(self, request: GenerateRequest) -> Running:
+        self._calls += 1
+        fault = self.faults.get(self._calls)
+        if fault == "429":
+            raise EngineBusy("scripted: busy", 429, 1.0)
+        if fault == "500":
+            raise EngineBusy("scripted: fault", 500, None)
+        running = super().open(request)
+        if fault == "cut":
+            _cut(running)
+        return running
+
+
+def _cut(running: Running) -> None:
+    deliver: Callable[[Delta], None] = running.put
+    seen = 0
+
+    def put(delta: Delta) -> None:
+        nonlocal seen
+        seen += len(delta.sampled)
+        if seen > 3:
+            raise ConnectionResetError("scripted: cut")
+        deliver(delta)
+
+    def broken(delta: Delta) -> None:
+        try:
+            put(delta)
+        except ConnectionResetError:
+            deliver(Delta(delta.index, (), finish=Finish("error", None, (), False, 0, "scripted: cut")))
+
+    running.put = broken  # type: ignore[method-assign]
+
+
+def parse_faults(text: str) -> dict[int, str]:
+    """`500@2,cut@5` → {2: "500", 5: "cut"}. Raises ConfigError."""
+    out = {}
+    for item in filter(None, text.split(",")):
+        kind, _, number = item.partition("@")
+        if kind not in ("429", "500", "cut") or not number.isdigit():
+            raise ConfigError(f"{item!r} is no fault; write 429@N, 500@N or cut@N", "faults")
+        out[int(number)] = kind
+    return out
+
+
+def load_scripted(settings: EngineSettings) -> EngineHost:
+    """A host that follows `settings.script`, with the tokenizer of `settings.model`. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    from polar_engine.models import ensure_model
+
+    try:
+        script = parse_script(settings.script)
+    except ValueError as error:
+        raise ConfigError(str(error), "script") from error
+    model: ModelDir = ensure_model(settings.model, settings.cache)
+    tokenizer = AutoTokenizer.from_pretrained(str(model.path), local_files_only=True)
+    ends = frozenset({int(tokenizer.eos_token_id)})
+    scheduler: Any = ScriptedScheduler(script, tokenizer.backend_tokenizer, settings, ends)
+    length = settings.max_model_len or 32768
+    served = Served(settings.served_name or f"scripted-{model.name}", len(tokenizer), length)
+    host = ScriptedHost(settings, model, served, tokenizer, scheduler)
+    host.faults = parse_faults(settings.faults)
+    return host
