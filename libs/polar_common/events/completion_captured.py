@@ -128,6 +128,8 @@ class CompletionCaptured(SessionEvent):
     untrainable: str = ""
     """"" or the reason: no_token_ids, no_logprobs, invalid_logprobs, length_mismatch, greedy, penalties, logit_bias,
     raw_logprobs, engine_retokenised, truncated_sampling."""
+    untrainable_at: int | None = None
+    """The sampled index at which the reason was found, where it has one."""
     context: Literal["exact", "native"] = "exact"
     parent: str = ""
     parent_by: ParentBy = "none"
@@ -156,6 +158,8 @@ class CompletionCaptured(SessionEvent):
     parent_agent: str = ""
     dropped: tuple[str, ...] = ()
     """JSON paths of what the harness sent and the engine couldn't be told."""
+    billing: tuple[str, ...] = ()
+    """Header lines that were taken out of system blocks before rendering."""
     delivered: tuple[str, ...] = ()
     """Earlier completions of the attempt seen delivered since the last event."""
     replay_of: str = ""
