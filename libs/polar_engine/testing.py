@@ -39,6 +39,8 @@ def engine_thread(**settings: Any) -> Iterator[EngineThread]:
     config = uvicorn.Config(create_app(host), port=0, log_level="warning", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     sock = config.bind_socket()
+    # Listening at once: whoever gets the URL may connect before the server's thread has come so far.
+    sock.listen()
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), name="engine-http")
     thread.start()
     try:

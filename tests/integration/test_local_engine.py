@@ -249,7 +249,9 @@ def test_prompt_logprobs(client: EngineClient) -> None:
         ({}, 400),
     ],
 )
-def test_bad_requests_are_answered_in_vllms_error_shape(client: EngineClient, body: dict[str, Any], status: int) -> None:
+def test_bad_requests_are_answered_in_vllms_error_shape(
+    client: EngineClient, body: dict[str, Any], status: int
+) -> None:
     answer = client.http.post(GENERATE, json=body)
     assert answer.status_code == status
     error = answer.json()["error"]
