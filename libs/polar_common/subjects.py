@@ -11,7 +11,7 @@ __all__ = [
     "ANY_ARTIFACTS", "ANY_CANCEL", "ANY_CANCELLED", "ANY_COMPLETION", "ANY_FAILED", "ANY_GROUP_CLOSED",
     "ANY_POLICY_ACTIVATED", "ANY_POLICY_PUBLISHED", "ANY_SEALED", "EVENTS", "LIFECYCLE", "blob", "build",
     "build_filter", "closed_filter", "completion", "completion_filter", "dead_letter", "evaluation", "group",
-    "group_traces_filter", "policy", "queued_filter", "session", "session_filter", "task", "task_filter", "trace",
+    "group_traces_filter", "policy", "queued_filter", "session", "session_filter", "session_traces", "task", "task_filter", "trace",
     "trace_closed", "trace_filter", "trace_manifest", "trainer",
 ]  # fmt: skip
 
@@ -99,6 +99,11 @@ def trace(run: str, build: str, task: str, session: str, number: int) -> str:
 
 def trace_manifest(run: str, build: str, task: str, session: str) -> str:
     return f"polar.traces.{token(run)}.{token(build)}.{task}.{session}.manifest"
+
+
+def session_traces(build: str, task: str, session: str) -> str:
+    """All traces of a session in a build, and their manifest, whatever the run."""
+    return f"polar.traces.*.{token(build)}.{task}.{session}.*"
 
 
 def trace_closed(run: str, build: str, task: str) -> str:

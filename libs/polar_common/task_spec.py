@@ -61,6 +61,8 @@ class EvaluatorSpec(_Strict):
     files: dict[str, str] = {}
     reward_file: str = ""
     timeout_s: Annotated[float, Field(gt=0)] = 120
+    prepare: tuple[Step, ...] = ()
+    """Steps in the evaluator's own clean copy, after the task's and before the agent's patch."""
     args: dict[str, Any] = {}
 
 

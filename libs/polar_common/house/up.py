@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import httpx
+
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError
 from polar_common.nats_server import NatsConfig, find_binary, free_port, server_config
@@ -156,9 +158,8 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
             POLAR_ENGINE_MODEL=options.model,
             POLAR_ENGINE_THREADS=str(options.engine_threads),
         )
-        facts = engine.facts() or {}
-        engine_url = f"http://127.0.0.1:{facts['port']}"
-        model_dir = model_dir or str(facts.get("path", ""))
+        engine_url = f"http://127.0.0.1:{(engine.facts() or {})['port']}"
+        model_dir = model_dir or _model_root(engine_url)
     service(
         "proxy",
         POLAR_PORT=str(ports["proxy"]),
@@ -187,6 +188,11 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
         engine=engine_url,
         model=options.model,
     )
+
+
+def _model_root(engine_url: str) -> str:
+    """Where the engine says its model lies: the proxy needs its tokenizer."""
+    return str(httpx.get(f"{engine_url}/v1/models", timeout=10).json()["data"][0]["root"])
 
 
 def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: int) -> None:

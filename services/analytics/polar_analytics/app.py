@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -17,14 +19,17 @@ from polar_common.errors import PolarError, RequestError
 from polar_common.service import Service, serve_http
 from polar_common.subjects import EVENTS, trace_filter
 from polar_common.topology import TRACES, events_stream
+from polar_render import load_renderer, profile_for
 
 from .handlers import Projector
 from .settings import AnalyticsSettings
 from .store import Store
+from .tracing import session_tokens
 from .views import VIEWS
 
 __all__ = ["make_app", "run"]
 
+TraceReader = Callable[[str, str], Awaitable[list[dict[str, Any]]]]
 _WEB = Path(__file__).parent / "web"
 _LIMIT = 100_000
 
@@ -42,8 +47,9 @@ def _error(error: PolarError) -> Response:
 class _Http:
     """The HTTP side: everything but `/health` needs the token, by header, or by the cookie that `/?token=` sets."""
 
-    def __init__(self, store: Store, projectors: list[Projector], token: str) -> None:
+    def __init__(self, store: Store, projectors: list[Projector], token: str, traces: TraceReader | None) -> None:
         self._store = store
+        self._traces = traces
         self._projectors = projectors
         self._token = token
 
@@ -85,6 +91,16 @@ class _Http:
             return _error(RequestError("a token is needed: Authorization: Bearer …", 401))
         return _json([{"name": v.name, "title": v.title, "about": v.about} for v in VIEWS])
 
+    async def traces(self, request: Request) -> Response:
+        if not self._allowed(request):
+            return _error(RequestError("a token is needed: Authorization: Bearer …", 401))
+        build = request.query_params.get("build", "live")
+        try:
+            found = [] if self._traces is None else await self._traces(request.path_params["session"], build)
+        except PolarError as error:
+            return _error(error)
+        return _json({"traces": found})
+
     async def page(self, request: Request) -> Response:
         if not self._allowed(request):
             return Response("Open the address that `polar status` shows, with its token.", 401)
@@ -99,15 +115,16 @@ class _Http:
         return FileResponse(file, headers={"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'"})
 
 
-def make_app(store: Store, projectors: list[Projector], token: str) -> Starlette:
-    """The ASGI application."""
-    http = _Http(store, projectors, token)
+def make_app(store: Store, projectors: list[Projector], token: str, traces: TraceReader | None = None) -> Starlette:
+    """The ASGI application. `traces(session, build)` reads a session's traces, token by token."""
+    http = _Http(store, projectors, token, traces)
     return Starlette(
         routes=[
             Route("/health", http.health),
             Route("/metrics", http.metrics),
             Route("/v1/query", http.query, methods=["POST"]),
             Route("/v1/views", http.views),
+            Route("/v1/traces/{session}", http.traces),
             Route("/", http.page),
             Route("/{name}", http.page),
         ]
@@ -141,7 +158,12 @@ async def _run(settings: AnalyticsSettings) -> None:
             )
             projectors.append(projector)
             service.background(f"project:{stream}", _runner(projector, service.stop))
-        app = make_app(store, projectors, settings.token.get_secret_value())
+        decode = await asyncio.to_thread(_decoder, settings)
+
+        async def traces(session: str, build: str) -> list[dict[str, Any]]:
+            return await session_tokens(service.bus, session, build, decode)
+
+        app = make_app(store, projectors, settings.token.get_secret_value(), traces)
         service.background("http", await serve_http(app, service, host=settings.host, port=settings.port))
 
     try:
@@ -150,7 +172,14 @@ async def _run(settings: AnalyticsSettings) -> None:
         await store.close()
 
 
-def _runner(projector: Projector, stop: asyncio.Event):  # type: ignore[no-untyped-def]
+def _decoder(settings: AnalyticsSettings) -> Callable[[Sequence[int]], list[str]]:
+    """Token ids to text with the model's tokenizer; without one, ids are shown as numbers."""
+    if settings.analytics_model_dir is None:
+        return lambda ids: [f"{i} " for i in ids]
+    return load_renderer(profile_for(settings.analytics_model_dir)).decode_tokens
+
+
+def _runner(projector: Projector, stop: asyncio.Event) -> Callable[[], Awaitable[None]]:
     async def work() -> None:
         await projector.run(stop)
 

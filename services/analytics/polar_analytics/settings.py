@@ -14,6 +14,8 @@ class AnalyticsSettings(HouseSettings):
     """Directory of the embedded engine; by default `<data>/chdb`. Only this process may open it."""
     analytics_clickhouse: str = ""
     """DSN of a server instead, e.g. clickhouse://user:password@host:8123/polar."""
+    analytics_model_dir: Path | None = None
+    """Directory of the model's tokenizer, to show traces as text; without it, as ids."""
     analytics_batch: int = 2000
     """Messages per insert at most."""
     analytics_linger_s: float = 0.5
