@@ -11,8 +11,8 @@ __all__ = [
     "ANY_ARTIFACTS", "ANY_CANCEL", "ANY_CANCELLED", "ANY_COMPLETION", "ANY_FAILED", "ANY_GROUP_CLOSED",
     "ANY_POLICY_ACTIVATED", "ANY_POLICY_PUBLISHED", "ANY_SEALED", "EVENTS", "LIFECYCLE", "blob", "build",
     "build_filter", "closed_filter", "completion", "completion_filter", "dead_letter", "evaluation", "group",
-    "group_traces_filter", "policy", "queued_filter", "session", "session_filter", "session_traces", "task", "task_filter", "trace",
-    "trace_closed", "trace_filter", "trace_manifest", "trainer",
+    "group_traces_filter", "policy", "queued_filter", "session", "session_filter", "session_traces", "task",
+    "task_filter", "trace", "trace_closed", "trace_filter", "trace_manifest", "trainer",
 ]  # fmt: skip
 
 EVENTS = "polar.events.>"
