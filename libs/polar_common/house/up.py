@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 
@@ -148,6 +150,7 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
         say(f"{name} ready")
         return child
 
+    proxy_socket = _socket_path(house)
     engine_url, model_dir = options.engine_url, options.tokenizer
     if not engine_url:
         engine = service(
@@ -159,24 +162,31 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
             POLAR_ENGINE_THREADS=str(options.engine_threads),
         )
         engine_url = f"http://127.0.0.1:{(engine.facts() or {})['port']}"
-        model_dir = model_dir or _model_root(engine_url)
+        model_dir = model_dir or str(_model_card(engine_url)["root"])
     service(
         "proxy",
         POLAR_PORT=str(ports["proxy"]),
         POLAR_PROXY_ENGINES=f'["{engine_url}"]',
         POLAR_PROXY_ENGINE_KIND=options.engine_kind,
         POLAR_PROXY_MODEL_DIR=model_dir,
-        POLAR_PROXY_SOCKET=str(house.run / "proxy.sock"),
+        POLAR_PROXY_SOCKET=str(proxy_socket),
     )
     service("ingest", POLAR_PORT=str(ports["ingest"]))
     service("reconstructor")
     service("evaluator")
-    service("analytics", POLAR_PORT=str(ports["analytics"]), POLAR_ANALYTICS_CHDB=str(house.chdb))
+    service(
+        "analytics",
+        POLAR_PORT=str(ports["analytics"]),
+        POLAR_ANALYTICS_CHDB=str(house.chdb),
+        **({"POLAR_ANALYTICS_MODEL_DIR": model_dir} if model_dir else {}),
+    )
     service(
         "gateway",
         POLAR_GATEWAY_PROXY_URL=f"http://127.0.0.1:{ports['proxy']}",
-        POLAR_GATEWAY_PROXY_SOCKET=str(house.run / "proxy.sock"),
+        POLAR_GATEWAY_PROXY_SOCKET=str(proxy_socket),
+        POLAR_GATEWAY_CLASSES='["local"]',
         POLAR_GATEWAY_SLOTS=str(options.gateway_slots),
+        POLAR_GATEWAY_CONTEXT_WINDOW=str(_model_card(engine_url).get("max_model_len") or 32_768),
     )
     return HouseFile(
         pid=os.getpid(),
@@ -190,9 +200,23 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
     )
 
 
-def _model_root(engine_url: str) -> str:
-    """Where the engine says its model lies: the proxy needs its tokenizer."""
-    return str(httpx.get(f"{engine_url}/v1/models", timeout=10).json()["data"][0]["root"])
+def _model_card(engine_url: str) -> dict[str, Any]:
+    """The engine's first model: `root` is where it lies, `max_model_len` its window in tokens."""
+    try:
+        card: dict[str, Any] = httpx.get(f"{engine_url}/v1/models", timeout=10).json()["data"][0]
+    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"{engine_url}/v1/models doesn't list a model: {error!r}", "engine-url") from error
+    return card
+
+
+def _socket_path(house: House) -> Path:
+    """The proxy's Unix socket, alone in its directory. A long data path is left: socket names hold 107 bytes."""
+    path = house.run / "proxy" / "proxy.sock"
+    if len(str(path)) > 100:
+        digest = hashlib.sha256(str(house.data).encode()).hexdigest()[:16]
+        path = Path(tempfile.gettempdir()) / f"polar-{digest}" / "proxy.sock"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
 
 
 def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: int) -> None:
