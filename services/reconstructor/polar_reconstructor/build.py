@@ -1,0 +1,224 @@
+"""One session, from its selected messages to named traces and their account: pure, deterministic, no I/O.
+
+`Built` is all that publishing needs. Conservation holds when `build_session` returns: every completion up to the
+deciding message is trained in exactly one span or listed in `excluded`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from polar_common.errors import PolarError, TraceError
+
+from . import tree
+from .adopted import adopt
+from .assemble import Draft, assemble
+from .calls import Aborted, Call, Document, Engine, Wanted, aborted, blobs_wanted, call, check_numbers, document
+from .columns import Ids
+from .contexts import Contexts
+from .domain import Selection
+from .policies import by_policy_version, conserve, long_enough
+from .rules.base import Chain, Rule, View
+from .rules.fates import fates, is_subagent
+from .rules.linking import link
+from .rules.registry import rule_named
+from .rules.ruleset import RuleSet
+
+__all__ = ["Built", "BuiltTrace", "Prepared", "build_session", "name_trace", "prepare"]
+
+
+@dataclass(slots=True)
+class BuiltTrace:
+    """A named trace. `place`: where it stands in a tree (JSON), for rules `tree`."""
+
+    trace_id: str
+    draft: Draft
+    status: str
+    depth: int = 0
+    parent_call: str = ""
+    place: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Built:
+    """A session's traces by number, and why every other completion isn't in them."""
+
+    selection: Selection
+    rules: RuleSet
+    traces: list[BuiltTrace]
+    excluded: dict[str, str]
+    first: int
+    """Lowest and highest sequence that was read; the highest is the seal, where there is one."""
+    last: int
+    trained: int
+    sampled_tokens: int
+    spans: int
+    exact_spans: int
+    ambiguous: int
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A selection whose bodies are parsed; `wanted` names the blobs the build needs."""
+
+    selection: Selection
+    captured: list[tuple[Document, int]]
+    aborted: list[tuple[Document, int]]
+    wanted: list[Wanted]
+
+
+def prepare(selection: Selection) -> Prepared:
+    """Parse the selected bodies. Raises Poison where one can't be read."""
+    captured = [(document(s.body), s.sequence) for s in selection.captured]
+    cut = [(document(s.body), s.sequence) for s in selection.aborted]
+    return Prepared(selection, captured, cut, blobs_wanted(d for d, _ in (*captured, *cut)))
+
+
+def build_session(
+    prepared: Prepared,
+    blobs: Mapping[str, bytes],
+    rules: RuleSet,
+    *,
+    rule: Rule | None = None,
+    decode: Callable[[Ids], str] | None = None,
+) -> Built:
+    """Traces of one session. Raises TraceError or BlobError naming completion and place where the log is damaged."""
+    selection = prepared.selection
+    engines: dict[bytes, Engine] = {}
+    calls = [call(doc, sequence, blobs, engines) for doc, sequence in prepared.captured]
+    cut = [aborted(doc, sequence, blobs) for doc, sequence in prepared.aborted]
+    _number(calls, cut)
+    check_numbers(calls)
+    excluded = dict(selection.excluded) | {a.id: "aborted" for a in cut}
+    if rules.adopted_partial == "train":
+        calls, adopted = adopt(calls, cut)
+        excluded = {name: reason for name, reason in excluded.items() if name not in adopted}
+    view = _view(calls, cut, selection, rules, decode)
+    chains, left = by_policy_version(_chains(rule or rule_named(rules.rule), view), view)
+    drafts, short = long_enough((d for chain in chains for d in assemble(chain, view)), rules.min_action_tokens)
+    excluded |= dict(view.excluded) | left | short
+    _check(calls, drafts, excluded)
+    traces = _named(drafts, view, selection, rules)
+    return _account(selection, rules, traces, excluded, calls)
+
+
+def _number(calls: list[Call], cut: list[Aborted]) -> None:
+    """Numbers are ranks by sequence. Raises TraceError for one id or sequence used twice."""
+    every: list[Call | Aborted] = sorted([*calls, *cut], key=lambda c: c.sequence)
+    for number, one in enumerate(every):
+        one.number = number
+        if number and every[number - 1].sequence == one.sequence:
+            raise TraceError(f"completions {every[number - 1].id} and {one.id} have one number ({one.sequence})")
+    names = Counter(one.id for one in every)
+    for name, count in names.items():
+        if count > 1:
+            raise TraceError(f"completion {name} is on the log {count} times")
+
+
+def _view(
+    calls: list[Call],
+    cut: list[Aborted],
+    selection: Selection,
+    rules: RuleSet,
+    decode: Callable[[Ids], str] | None,
+) -> View:
+    contexts = Contexts(calls)
+    links = link(calls, contexts)
+    excluded = fates(calls, links, contexts, selection.undelivered, rules)
+    return View(calls, cut, contexts, links, excluded, rules, decode)
+
+
+def _chains(rule: Rule, view: View) -> list[Chain]:
+    """What the rule finds, made to conserve. A rule of the user's own that fails fails this session alone."""
+    try:
+        return conserve(rule.chains(view), view)
+    except PolarError:
+        raise
+    except Exception as error:
+        raise TraceError(f"rule {view.rules.rule}: {error!r}") from error
+
+
+def _check(calls: Iterable[Call], drafts: Iterable[Draft], excluded: Mapping[str, str]) -> None:
+    """The invariant, at the end: what the steps before have to guarantee. Raises TraceError."""
+    trained = Counter(c.id for draft in drafts for c in draft.trained)
+    for c in calls:
+        times = trained.pop(c.id, 0)
+        if times + (c.id in excluded) != 1:
+            raise TraceError(f"completion {c.id} is trained {times} times, excluded: {excluded.get(c.id, 'no')}")
+    if trained:
+        raise TraceError(f"completion {next(iter(trained))} is trained and not of this attempt")
+
+
+def name_trace(draft: Draft, rules_hash: str) -> str:
+    """The trace id: what `polar_common.traces.trace_hash` gives for the same values."""
+    digest = hashlib.sha256()
+    for array, dtype in ((draft.prompt, "<i4"), (draft.response, "<i4"), (draft.mask, "u1"), (draft.logprobs, "<f4")):
+        digest.update(len(array).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(array, dtype=dtype).data)
+    digest.update(orjson.dumps(draft.spans, option=orjson.OPT_SORT_KEYS))
+    digest.update(rules_hash.encode())
+    return digest.hexdigest()
+
+
+def _named(drafts: list[Draft], view: View, selection: Selection, rules: RuleSet) -> list[BuiltTrace]:
+    rules_hash = rules.hash
+    last = max((c.number for c in view.calls), default=-1)
+    if rules.rule == "tree":
+        placed = tree.encode(drafts)
+    else:
+        placed = [(draft, None) for draft in drafts]
+    found = []
+    for draft, place in placed:
+        depth, parent = _spawned(draft, view.calls)
+        status = _status(draft, selection, last)
+        found.append(BuiltTrace(name_trace(draft, rules_hash), draft, status, depth, parent, place))
+    return found
+
+
+def _status(draft: Draft, selection: Selection, last: int) -> str:
+    """How the trace ended: cut by a bound, or with the attempt's last call when that was cut off from outside."""
+    if draft.cut or draft.spans[-1]["finish"] == "length":
+        return "truncated"
+    if selection.cut and draft.calls[-1].number == last:
+        return "aborted" if selection.cut == "cancelled" else "truncated"
+    return "complete"
+
+
+def _spawned(draft: Draft, calls: Sequence[Call]) -> tuple[int, str]:
+    """Depth of the trace's agent, and the call of its parent agent before its own first one."""
+    first = draft.calls[0]
+    if not is_subagent(first):
+        return 0, ""
+    above = [c for c in calls if c.agent == first.parent_agent and c.number < first.number]
+    parents = {c.agent: c.parent_agent for c in calls if c.parent_agent}
+    depth, at = 1, first.parent_agent
+    while at in parents and depth <= len(parents):
+        at, depth = parents[at], depth + 1
+    return depth, above[-1].id if above else ""
+
+
+def _account(
+    selection: Selection, rules: RuleSet, traces: list[BuiltTrace], excluded: dict[str, str], calls: list[Call]
+) -> Built:
+    spans = [span for t in traces for span in t.draft.spans if span["trained"]]
+    sequences = [c.sequence for c in calls]
+    return Built(
+        selection=selection,
+        rules=rules,
+        traces=traces,
+        excluded=dict(sorted(excluded.items())),
+        first=min(sequences, default=selection.until),
+        last=selection.seal or selection.until,
+        trained=len(spans),
+        sampled_tokens=sum(t.draft.action_tokens for t in traces),
+        spans=len(spans),
+        exact_spans=sum(1 for span in spans if span["context_exact"]),
+        ambiguous=sum(1 for t in traces if t.draft.ambiguous),
+    )

@@ -1,0 +1,312 @@
+"""Completions as the rules see them: light values read straight from the stored bytes.
+
+`documents` parses bodies (upcasting older schema versions), `blobs_wanted` says which bodies have to be fetched, `call`
+makes one `Call`. Everything that may be damaged is checked here or in `contexts`, and errors name completion and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from polar_common.errors import BlobError, Poison, TraceError
+from polar_common.events import CompletionAborted, CompletionCaptured, decode, encode
+from polar_common.packing import unzip
+
+from .columns import Floats, Ids, blob_of, floats, ids
+
+__all__ = [
+    "Aborted", "Call", "Document", "Engine", "Wanted", "aborted", "blobs_wanted", "call", "check_numbers", "document",
+]  # fmt: skip
+
+Document = dict[str, Any]
+"""A parsed event body of the newest schema version."""
+
+_VERSIONS = {"completion.captured": CompletionCaptured.VERSION, "completion.aborted": CompletionAborted.VERSION}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A blob reference as JSON, and which completion's column needs it."""
+
+    ref: dict[str, Any]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What decides how ids were made; equal for most of a session's calls."""
+
+    name: str
+    model: str
+    weights_hash: str
+    dtype: str
+    logprob_kind: str
+    tokenizer_hash: str
+    template_hash: str
+    renderer: str
+    renderer_version: str
+    vocab_size: int
+    end_of_turn: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One captured completion. `length`: ids of its resolved prompt, `context_length`: with the sampled ones."""
+
+    id: str
+    sequence: int
+    base: str
+    via: tuple[str, ...]
+    shared: int
+    new: Ids
+    length: int
+    sampled: Ids
+    logprobs: Floats | None
+    finish: str
+    closed: bool
+    untrainable: str
+    native: bool
+    parent: str
+    parent_by: str
+    parent_ambiguous: bool
+    chain_class: str
+    context_exact: bool | None
+    context_faithful: bool
+    additions: tuple[str, ...]
+    native_equal: bool | None
+    choice: int
+    parallel_of: str
+    request_hash: str
+    head: str
+    tools: bool | None
+    """Whether the head offers tools; None where another completion holds its body."""
+    echoes: tuple[str, ...]
+    started: float
+    ended: float
+    versions: tuple[tuple[str, int], ...]
+    policy_seq: int
+    sampling: tuple[float, float, int, float]
+    """temperature, top_p, top_k, min_p"""
+    constrained: bool
+    cached_tokens: int
+    kv_salt: str
+    kv_mixed: bool
+    agent: str
+    parent_agent: str
+    delivered: tuple[str, ...]
+    replay_of: str
+    engine: Engine
+    number: int = -1
+    """Rank by sequence among the attempt's completions."""
+
+    @property
+    def context_length(self) -> int:
+        return self.length + len(self.sampled)
+
+
+@dataclass(slots=True, eq=False)
+class Aborted:
+    """A call that ended before its answer was complete."""
+
+    id: str
+    sequence: int
+    request_hash: str
+    prompt_tokens: int
+    sampled: Ids | None
+    logprobs: Floats | None
+    number: int = -1
+
+
+def document(body: bytes) -> Document:
+    """Parse one body. Raises Poison (FromTheFuture for a newer schema version) as `events.decode` does."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Poison(f"not JSON: {error}") from error
+    if isinstance(value, dict) and value.get("schema_version") == _VERSIONS.get(str(value.get("kind"))):
+        return value
+    newest: Document = orjson.loads(encode(decode(body)))
+    return newest
+
+
+def blobs_wanted(documents: Iterable[Document]) -> list[Wanted]:
+    """The blobs that `call` and `aborted` need, each once."""
+    found: dict[str, Wanted] = {}
+    for doc in documents:
+        prompt, head = doc.get("prompt"), doc.get("head")
+        new = prompt.get("new") if isinstance(prompt, dict) else None
+        holders: tuple[tuple[str, Any], ...] = (
+            ("prompt", new),
+            ("sampled", doc.get("sampled")),
+            ("logprobs", doc.get("logprobs")),
+            ("head", head),
+        )
+        for label, holder in holders:
+            if key := blob_of(holder):
+                found.setdefault(key, Wanted(holder["blob"], f"completion {doc.get('completion')}, {label}"))
+    return list(found.values())
+
+
+def call(doc: Document, sequence: int, blobs: Mapping[str, bytes], engines: dict[bytes, Engine]) -> Call:
+    """A captured completion. `engines` keeps equal engine facts as one value. Raises TraceError or BlobError."""
+    name = str(doc.get("completion"))
+    try:
+        return _call(doc, name, sequence, blobs, engines)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(f"completion {name}: damaged event: {error!r}") from error
+
+
+def _call(doc: Document, name: str, sequence: int, blobs: Mapping[str, bytes], engines: dict[bytes, Engine]) -> Call:
+    prompt, sampling, messages, head = doc["prompt"], doc["sampling"], doc["messages"], doc["head"]
+    sampled = ids(doc["sampled"], blobs, f"completion {name}, sampled")
+    column = doc["logprobs"]
+    return Call(
+        id=name,
+        sequence=sequence,
+        base=prompt["base"],
+        via=tuple(prompt.get("via") or ()),
+        shared=_count(prompt["shared"]),
+        new=ids(prompt["new"], blobs, f"completion {name}, prompt"),
+        length=_count(prompt["length"]),
+        sampled=sampled,
+        logprobs=None if column is None else floats(column, blobs, f"completion {name}, logprobs"),
+        finish=doc["finish"],
+        closed=doc["closed"],
+        untrainable=doc["untrainable"],
+        native=doc["context"] == "native",
+        parent=doc["parent"],
+        parent_by=doc["parent_by"],
+        parent_ambiguous=doc["parent_ambiguous"],
+        chain_class=doc["chain_class"],
+        context_exact=doc["context_exact"],
+        context_faithful=doc["context_faithful"],
+        additions=tuple(doc["additions"]),
+        native_equal=doc["native_equal"],
+        choice=doc["choice"],
+        parallel_of=doc["parallel_of"],
+        request_hash=doc["request_hash"],
+        head=head["hash"],
+        tools=_tools(head, blobs, name),
+        echoes=tuple(m["echo"] for m in messages["new"] if "echo" in m),
+        started=doc["started"],
+        ended=doc["started"] + doc["duration_s"],
+        versions=_versions(doc["versions"], len(sampled), name),
+        policy_seq=doc["policy_seq"],
+        sampling=(sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]),
+        constrained=doc["constrained"],
+        cached_tokens=doc["cached_tokens"],
+        kv_salt=doc["kv_salt"],
+        kv_mixed=doc["kv_mixed"],
+        agent=doc["agent"],
+        parent_agent=doc["parent_agent"],
+        delivered=tuple(doc["delivered"]),
+        replay_of=doc["replay_of"],
+        engine=_engine(doc["engine"], engines),
+    )
+
+
+def aborted(doc: Document, sequence: int, blobs: Mapping[str, bytes]) -> Aborted:
+    """A partial call. Raises TraceError or BlobError."""
+    name = str(doc.get("completion"))
+    try:
+        sampled, logprobs = doc["sampled"], doc["logprobs"]
+        return Aborted(
+            name,
+            sequence,
+            doc["request_hash"],
+            doc["prompt_tokens"],
+            None if sampled is None else ids(sampled, blobs, f"aborted {name}, sampled"),
+            None if logprobs is None else floats(logprobs, blobs, f"aborted {name}, logprobs"),
+        )
+    except (KeyError, TypeError) as error:
+        raise TraceError(f"aborted {name}: damaged event: {error!r}") from error
+
+
+def check_numbers(calls: list[Call]) -> None:
+    """Ids within the vocabulary, as many log-probs as ids, all finite where the call claims to be trainable.
+
+    Raises TraceError naming completion, column and position. Checked over all columns at once; only a failure looks
+    for its place.
+    """
+    arrays = [a for c in calls for a in (c.new, c.sampled)]
+    bounds = [c.engine.vocab_size for c in calls if c.engine.vocab_size]
+    bound = min(bounds) if bounds else 1 << 31
+    if arrays and int(np.concatenate(arrays).view("<u4").max(initial=0)) >= bound:
+        for one in calls:
+            _check_ids(one)
+    for one in calls:
+        if one.untrainable:
+            continue
+        if one.logprobs is None:
+            raise TraceError(f"completion {one.id}: no log-probs and no reason for it")
+        if len(one.logprobs) != len(one.sampled):
+            raise TraceError(f"completion {one.id}: {len(one.sampled)} sampled ids, {len(one.logprobs)} log-probs")
+    claimed = [c.logprobs for c in calls if not c.untrainable and c.logprobs is not None]
+    if claimed and not np.isfinite(np.concatenate(claimed)).all():
+        _find_non_finite(calls)
+
+
+def _check_ids(one: Call) -> None:
+    bound = one.engine.vocab_size or 1 << 31
+    for label, column, offset in (("prompt", one.new, one.shared), ("sampled", one.sampled, 0)):
+        bad = np.flatnonzero(column.view("<u4") >= bound)
+        if len(bad):
+            at, value = int(bad[0]), int(column[bad[0]])
+            what = "a negative id" if value < 0 else f"id {value} beyond the vocabulary of {bound}"
+            raise TraceError(f"completion {one.id}: {label}[{at + offset}] is {what}")
+
+
+def _find_non_finite(calls: list[Call]) -> None:
+    for one in calls:
+        if one.untrainable or one.logprobs is None:
+            continue
+        bad = np.flatnonzero(~np.isfinite(one.logprobs))
+        if len(bad):
+            raise TraceError(f"completion {one.id}: logprobs[{int(bad[0])}] is {one.logprobs[bad[0]]}")
+
+
+def _tools(head: dict[str, Any], blobs: Mapping[str, bytes], name: str) -> bool | None:
+    body, blob = head["body"], head["blob"]
+    if blob is not None:
+        stored = blobs.get(str(blob["sha256"]))
+        if stored is None:
+            raise BlobError(f"completion {name}, head: blob {blob['sha256']} is missing")
+        body = orjson.loads(unzip(stored))
+    return None if body is None else bool(body.get("tools"))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _versions(spans: list[dict[str, Any]], length: int, name: str) -> tuple[tuple[str, int], ...]:
+    found = tuple((str(s["version"]), _count(s["start"])) for s in spans)
+    starts = [start for _, start in found]
+    if starts and (starts[0] != 0 or sorted(set(starts)) != starts or starts[-1] > max(0, length)):
+        raise TraceError(f"completion {name}: version spans start at {starts} in {length} sampled ids")
+    return found
+
+
+_ENGINE_TEXT = (
+    "name", "model", "weights_hash", "dtype", "logprob_kind", "tokenizer_hash", "template_hash", "renderer",
+    "renderer_version",
+)  # fmt: skip
+
+
+def _engine(facts: dict[str, Any], known: dict[bytes, Engine]) -> Engine:
+    key = orjson.dumps(facts)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = Engine(
+            **{k: str(facts[k]) for k in _ENGINE_TEXT},
+            vocab_size=int(facts.get("vocab_size") or 0),
+            end_of_turn=tuple(facts.get("end_of_turn") or ()),
+        )
+    return found

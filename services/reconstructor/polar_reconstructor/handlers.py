@@ -1,0 +1,177 @@
+"""Ends of sessions in, traces and facts about builds out; ends of groups in, their projection for a build out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import structlog
+from prometheus_client import Counter, Histogram
+
+from polar_common import subjects
+from polar_common.blobs import Blobs
+from polar_common.bus import Bus, Stored
+from polar_common.errors import BlobError, Conflict, FromTheFuture, Poison, TraceError, Unavailable
+from polar_common.events import BuildFailed, GroupClosed
+from polar_common.ids import segment_of
+from polar_common.packing import BlobRef
+from polar_common.traces import GroupTraces, TraceManifest
+
+from .build import Prepared, build_session, prepare
+from .calls import Wanted
+from .domain import Selection, select
+from .publish import Outgoing, outgoing, publish
+from .rules import RuleSet, rule_named
+
+__all__ = ["Reconstructor"]
+
+_AT_ONCE = 16
+_log = structlog.get_logger(__name__)
+_sessions = Counter("polar_reconstructor_sessions", "Sessions built", ["result"])
+_seconds = Histogram("polar_reconstructor_build_seconds", "From stored bytes to traces, blobs fetched")
+
+
+class Reconstructor:
+    """One build under one rule set."""
+
+    def __init__(self, bus: Bus, build: str, rules: RuleSet) -> None:
+        self.bus = bus
+        self.build = build
+        self.rules = rules
+        self._rule = rule_named(rules.rule)
+        self._blobs: dict[str, Blobs] = {}
+
+    async def on_ended(self, stored: Stored) -> None:
+        """`artifacts`, `failed` or `cancelled`: build the session if that decides it and nobody has yet."""
+        session = stored.subject.split(".")[4]
+        if await self.built(session):
+            return
+        messages = await self.bus.read_session(session, up_to=0)
+        if not any(m.sequence == stored.sequence for m in messages):
+            raise Unavailable(f"{session}: the read is older than {stored.subject}")
+        await self.reconstruct(session, messages)
+
+    async def built(self, session: str) -> bool:
+        """Whether this build has spoken about the session."""
+        return await self.bus.last(subjects.build(self.build, session, "*")) is not None
+
+    async def reconstruct(self, session: str, messages: Sequence[Stored]) -> str:
+        """Build and publish from a session's messages; "" where nothing is decided yet, else `reconstructed|failed`."""
+        try:
+            selection = select(session, messages)
+        except (TraceError, Poison) as error:
+            _unless_newer(error)
+            return await self._failed(session, None, messages[-1], error)
+        if selection is None:
+            return ""
+        try:
+            out = await self._build(selection)
+            await publish(self.bus, self.blobs(session), out)
+        except (TraceError, BlobError, Poison, Conflict) as error:
+            _unless_newer(error)
+            return await self._failed(session, selection, messages[-1], error)
+        _sessions.labels("reconstructed").inc()
+        return "reconstructed"
+
+    async def _build(self, selection: Selection) -> Outgoing:
+        prepared = prepare(selection)
+        bodies = await self.fetch(prepared)
+        with _seconds.time():
+            built = build_session(prepared, bodies, self.rules, rule=self._rule)
+        return outgoing(built, self.build)
+
+    async def fetch(self, prepared: Prepared) -> Mapping[str, bytes]:
+        """The blobs a build needs. Raises BlobError naming the column that lacks one."""
+        blobs = self.blobs(prepared.selection.session)
+        found: dict[str, bytes] = {}
+        for start in range(0, len(prepared.wanted), _AT_ONCE):
+            some = prepared.wanted[start : start + _AT_ONCE]
+            found |= dict(await asyncio.gather(*(_get(blobs, wanted) for wanted in some)))
+        return found
+
+    def blobs(self, session: str) -> Blobs:
+        segment = segment_of(session)
+        if segment not in self._blobs:
+            self._blobs[segment] = Blobs(self.bus, segment)
+        return self._blobs[segment]
+
+    async def _failed(self, session: str, selection: Selection | None, last: Stored, error: Exception) -> str:
+        event = last.event if selection is None else None
+        _log.error("session not built", session=session, build=self.build, reason=str(error))
+        failed = BuildFailed(
+            run=selection.run if selection else event.run if event else "",
+            task=selection.task if selection else event.task if event else "",
+            session=session,
+            attempt=selection.attempt if selection else 0,
+            build=self.build,
+            rules_hash=self.rules.hash,
+            reason=f"{type(error).__name__}: {error}"[:2000],
+        )
+        await self.bus.once(failed)
+        _sessions.labels("failed").inc()
+        return "failed"
+
+    # -- groups
+
+    async def on_group_closed(self, stored: Stored) -> None:
+        """`group.closed`: its projection for this build, with the members' manifests and sums. The first one wins."""
+        event = stored.event
+        if not isinstance(event, GroupClosed):
+            raise Poison(f"{stored.subject} holds a {event.kind}")
+        await self.project(event)
+
+    async def project(self, event: GroupClosed) -> bool:
+        """Publish the projection; False if it is there already."""
+        subject = subjects.trace_closed(event.run, self.build, event.task)
+        if await self.bus.last(subject) is not None:
+            return False
+        manifests = {m.session: await self._manifest(event, m.session) for m in event.members}
+        group = _projection(event, self.build, {s: m for s, m in manifests.items() if m is not None})
+        body = group.model_dump_json().encode()
+        try:
+            await self.bus.once_raw(subject, body, f"{event.task}/{self.build}")
+        except Conflict:
+            _log.info("a group's projection was there first", task=event.task, build=self.build)
+            return False
+        return True
+
+    async def _manifest(self, event: GroupClosed, session: str) -> TraceManifest | None:
+        """The session's manifest, if its build is finished: `reconstructed` follows the manifest."""
+        done = await self.bus.last(subjects.build(self.build, session, "reconstructed"))
+        if done is None:
+            return None
+        stored = await self.bus.last(subjects.trace_manifest(event.run, self.build, event.task, session))
+        return None if stored is None else TraceManifest.model_validate_json(stored.body)
+
+
+def _projection(event: GroupClosed, build: str, manifests: Mapping[str, TraceManifest]) -> GroupTraces:
+    """Sums are over trainable members with a manifest: the denominators of EXACT §8."""
+    counted = [manifests[m.session] for m in event.members if m.trainable and m.session in manifests]
+    return GroupTraces(
+        run=event.run,
+        build=build,
+        task=event.task,
+        agent_role=event.agent_role,
+        expected=event.expected,
+        terminal=event.terminal,
+        trainable=event.trainable,
+        by=event.by,
+        members=event.members,
+        manifests={session: m.hash() for session, m in sorted(manifests.items())},
+        action_tokens=sum(sum(m.action_tokens) for m in counted),
+        traces=sum(len(m.traces) for m in counted),
+    )
+
+
+def _unless_newer(error: Exception) -> None:
+    """A newer schema version isn't damage: the message is parked until this service is upgraded."""
+    if isinstance(error, FromTheFuture):
+        raise error
+
+
+async def _get(blobs: Blobs, wanted: Wanted) -> tuple[str, bytes]:
+    try:
+        ref = BlobRef.model_validate(wanted.ref)
+        return ref.sha256, await blobs.get(ref)
+    except (BlobError, ValueError) as error:
+        raise BlobError(f"{wanted.place}: {error}") from error

@@ -1,0 +1,109 @@
+"""`prefix_merging`: the rule of arXiv 2605.24220, with every span labelled exact or drifted.
+
+Call k+1 goes on k's chain if k's *prompt* is a strict prefix of its prompt. Of what follows that prefix, t, the
+assistant's canonical copy is replaced by the raw sample: with j the first end-of-turn id in t, the inserted context is
+t[j+1:] if the sample ends with an end-of-turn id, else t[j:]. Kept separate: boundaries that can't be told (no
+end-of-turn id in t or one inside the sample, a stop string's cut), siblings that share only the prompt, and unrecorded
+parents between which nothing decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from polar_reconstructor.columns import Ids
+
+from .base import Chain, Link, View
+from .drift import break_class, canonical_copy, drift_class, end_of_turn
+
+__all__ = ["PrefixMerging"]
+
+
+@dataclass(slots=True)
+class _Building:
+    links: list[Link]
+    chain_class: str
+    ambiguous: bool = field(default=False)
+
+
+class PrefixMerging:
+    """The paper's linear chains."""
+
+    def chains(self, view: View) -> list[Chain]:
+        ends = end_of_turn(view)
+        continued = _exact_first(view)
+        tips: dict[int, _Building] = {}
+        built: list[_Building] = []
+        for i, c in enumerate(view.calls):
+            reason = view.excluded.get(c.id, "")
+            parent, tied = _parent(i, view, tips, continued)
+            joined = None if parent is None else _join(parent, i, view, ends)
+            if parent is None or joined is None:
+                chain = _Building([Link(i, not reason, reason)], break_class(i, view), tied)
+                built.append(chain)
+            else:
+                gap, drift = joined
+                chain = tips.pop(parent)
+                chain.links.append(Link(i, not reason, reason, gap, drift))
+                chain.ambiguous |= tied
+            tips[i] = chain
+        return [done for chain in built if (done := _trimmed(chain)) is not None]
+
+
+def _exact_first(view: View) -> dict[int, int]:
+    """Call → the call that continues it exactly: a sibling that shares only the prompt doesn't take its chain."""
+    found: dict[int, int] = {}
+    for i, parent in enumerate(view.links.parent):
+        if parent is not None and i > parent:
+            found.setdefault(parent, i)
+    return found
+
+
+def _parent(i: int, view: View, tips: dict[int, _Building], continued: dict[int, int]) -> tuple[int | None, bool]:
+    """The chain end that call i goes on, and whether several would do."""
+    c, said, by_ids = view.calls[i], view.links.recorded[i], view.links.parent[i]
+    tied = i in view.links.ambiguous
+    if said is not None:
+        return (said if said in tips and view.contexts.starts_with_prompt(c, view.calls[said]) else None), tied
+    if by_ids is not None:
+        return (by_ids if by_ids in tips else None), tied
+    if not c.native and c.chain_class != "unknown_parent":
+        return None, tied
+    free = [
+        k
+        for k in tips
+        if k not in continued and not view.calls[k].replay_of and view.contexts.starts_with_prompt(c, view.calls[k])
+    ]
+    if not free:
+        return None, False
+    longest = max(view.calls[k].length for k in free)
+    free = [k for k in free if view.calls[k].length == longest]
+    return (free[0], False) if len(free) == 1 else (None, True)
+
+
+def _join(parent: int, i: int, view: View, ends: frozenset[int]) -> tuple[Ids | None, str] | None:
+    """Gap (None: exact) and drift class of a continuation; None where the boundary is unsafe."""
+    earlier, c = view.calls[parent], view.calls[i]
+    if view.contexts.extends(c, earlier):
+        return None, ""
+    raw = earlier.sampled
+    if earlier.finish == "stop_string" or np.isin(raw[:-1], list(ends)).any():
+        return None
+    tail = view.contexts.prompt(c)[earlier.length :]
+    copy = canonical_copy(earlier, c, view, ends)
+    if len(copy) == len(tail) or not np.isin(tail[len(copy)], list(ends)):
+        return None
+    ended = len(raw) > 0 and int(raw[-1]) in ends
+    recorded = view.links.recorded[i] == parent
+    gap = tail[len(copy) + 1 :] if ended else tail[len(copy) :]
+    return gap, drift_class(earlier, c, copy, view, ends, recorded=recorded)
+
+
+def _trimmed(chain: _Building) -> Chain | None:
+    """Without what follows its last trained span; None if nothing in it is trained."""
+    last = max((n for n, link in enumerate(chain.links) if link.trained), default=-1)
+    if last < 0:
+        return None
+    return Chain(tuple(chain.links[: last + 1]), chain.chain_class, chain.ambiguous)

@@ -1,0 +1,134 @@
+"""The `tree` encoding of exact chains: shared prefixes stored once, each node a trace with a place.
+
+A node's ids follow its parent's; a root-to-leaf `walk` gives back the exact chain, with the spans that another leaf
+owns as context (`sampled_elsewhere`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .assemble import Draft
+
+__all__ = ["encode", "walk"]
+
+Place = dict[str, Any]
+"""JSON of `polar_common.traces.TreePosition`."""
+
+
+def encode(drafts: Sequence[Draft]) -> list[tuple[Draft, Place | None]]:
+    """Nodes of all trees, parents before children."""
+    trees: dict[tuple[str, bytes], list[Draft]] = defaultdict(list)
+    for draft in drafts:
+        trees[draft.calls[0].id, draft.prompt.tobytes()].append(draft)
+    found: list[tuple[Draft, Place | None]] = []
+    for (name, _), members in trees.items():
+        nodes: list[tuple[Draft, Place | None]] = []
+        _grow(members, 0, None, name, nodes)
+        found += _with_owners(nodes, members)
+    return found
+
+
+def _grow(
+    members: Sequence[Draft], begin: int, parent: int | None, name: str, nodes: list[tuple[Draft, Place | None]]
+) -> None:
+    """One node for the spans [begin, end) that all members share, then one subtree per way they go on."""
+    end = begin + 1
+    while len(members) > 1 and all(len(m.spans) > end for m in members):
+        if len({m.calls[end].id for m in members}) > 1:
+            break
+        end += 1
+    if len(members) == 1:
+        end = len(members[0].spans)
+    number = len(nodes)
+    nodes.append(_node(members, begin, end, parent, name, number))
+    ways: dict[str, list[Draft]] = defaultdict(list)
+    for member in members:
+        if len(member.spans) > end:
+            ways[member.calls[end].id].append(member)
+    for way in ways.values():
+        _grow(way, end, number, name, nodes)
+
+
+def _node(
+    members: Sequence[Draft], begin: int, end: int, parent: int | None, name: str, number: int
+) -> tuple[Draft, Place | None]:
+    first = members[0]
+    start = 0 if begin == 0 else _end(first, begin - 1)
+    stop = _end(first, end - 1)
+    mask = np.zeros(stop - start, dtype=np.uint8)
+    logprobs = np.zeros(stop - start, dtype=np.float32)
+    spans = []
+    for n in range(begin, end):
+        # Whoever trains the span lends its numbers.
+        giver = next((m for m in members if m.spans[n]["trained"]), first)
+        at, size = giver.spans[n]["start"], giver.spans[n]["length"]
+        mask[at - start : at - start + size] = giver.mask[at : at + size]
+        logprobs[at - start : at - start + size] = giver.logprobs[at : at + size]
+        spans.append(giver.spans[n] | {"start": at - start})
+    node = replace(
+        first,
+        prompt=first.prompt if begin == 0 else first.prompt[:0],
+        response=first.response[start:stop],
+        mask=mask,
+        logprobs=logprobs,
+        spans=spans,
+        calls=first.calls[begin:end],
+        cut=first.cut and len(members) == 1,
+    )
+    position = 0 if begin == 0 else len(first.prompt) + start
+    return node, {"tree": name, "node": number, "parent": parent, "position_start": position, "owner": -1}
+
+
+def _with_owners(nodes: list[tuple[Draft, Place | None]], members: Sequence[Draft]) -> list[tuple[Draft, Place | None]]:
+    ends = {m.calls[-1].id: m for m in members}
+    leaf_of = {id(ends[d.calls[-1].id]): place["node"] for d, place in nodes if place and d.calls[-1].id in ends}
+    found: list[tuple[Draft, Place | None]] = []
+    for draft, place in nodes:
+        assert place is not None
+        trained = {c.id for c in draft.trained}
+        owner = next((m for m in members if trained & {c.id for c in m.trained}), None)
+        found.append((draft, place | {"owner": leaf_of[id(owner)] if owner is not None else place["node"]}))
+    return found
+
+
+def _end(draft: Draft, n: int) -> int:
+    return int(draft.spans[n]["start"] + draft.spans[n]["length"])
+
+
+def walk(nodes: Sequence[tuple[Draft, Place]], leaf: int) -> Draft:
+    """The exact chain that ends in node `leaf` of one tree's nodes."""
+    by_number = {place["node"]: (draft, place) for draft, place in nodes}
+    path: list[tuple[Draft, Place]] = []
+    at: int | None = leaf
+    while at is not None:
+        path.append(by_number[at])
+        at = path[-1][1]["parent"]
+    path.reverse()
+    prompt = path[0][0].prompt
+    masks, logprobs, spans, start = [], [], [], 0
+    for draft, place in path:
+        own = place["owner"] == leaf
+        masks.append(draft.mask if own else np.zeros_like(draft.mask))
+        logprobs.append(draft.logprobs if own else np.zeros_like(draft.logprobs))
+        for span in draft.spans:
+            shown = span | {"start": span["start"] + start}
+            if span["trained"] and not own:
+                shown |= {"trained": False, "reason": "sampled_elsewhere"}
+            spans.append(shown)
+        start += len(draft.response)
+    last = path[-1][0]
+    return replace(
+        last,
+        prompt=prompt,
+        response=np.concatenate([d.response for d, _ in path]),
+        mask=np.concatenate(masks),
+        logprobs=np.concatenate(logprobs),
+        spans=spans,
+        calls=[c for d, _ in path for c in d.calls],
+    )
