@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import gateway_kit as kit
 import pytest
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
 from polar_common.keys import verify
 from polar_common.packing import BlobRef
+import gateway_kit as kit
 
 pytestmark = pytest.mark.nats
 
