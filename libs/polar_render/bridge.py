@@ -16,10 +16,11 @@ from polar_common.errors import RenderError
 
 from .base import Answer, Head, Proof, Provenance, StreamParser
 from .discover import find_end, find_shape
+from .features import Features, needs
 from .jinja import Template, TemplateValue
 from .messages import Json, Message, Text, dump
 from .parsing import TaggedParser, Tags, ToolFormat
-from .proof import Features, keeps_thinking, needs, prove, reads_back
+from .proof import keeps_thinking, prove, reads_back
 from .shape import Shape, call_names, prompt_text, to_chat, to_tools
 from .vocabulary import Vocabulary
 
@@ -86,6 +87,8 @@ def missing(messages: Sequence[Message], text: str) -> str:
         if found < 0:
             return f"messages[{number}]"
         at = found + len(wanted) if message.role != "assistant" else at
+        if any(call.name not in text for call in message.tool_calls):
+            return f"messages[{number}]"
     return ""
 
 
@@ -101,6 +104,7 @@ class TemplateRenderer:
         provenance: Provenance,
         keep_thinking: bool = True,
         tool_format: ToolFormat | None = None,
+        late_system: str = "",
     ) -> None:
         self.vocabulary = vocabulary
         self._provenance = provenance
@@ -112,7 +116,7 @@ class TemplateRenderer:
         def write(chat: list[dict[str, TemplateValue]]) -> str:
             return template(chat, None, {}, generate=False)
 
-        self.chat = ChatText(template, find_shape(write))
+        self.chat = ChatText(template, replace(find_shape(write), late_system=late_system))
         self._end, self._end_id = find_end(write, self.chat.shape, vocabulary)
         self._format = tool_format or self._find_format()
         self._bridging = Bridging()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from polar_common.errors import ConfigError, RenderError
@@ -30,10 +31,11 @@ from .base import (
 )
 from .bridge import missing, split_prefill
 from .discover import find_shape
+from .features import Features, needs
 from .jinja import TemplateValue
 from .messages import Json, Message, Part, Text, Thinking, ToolCall, dump
 from .parsing import TaggedParser, Tags, ToolFormat, custom_input
-from .proof import Features, keeps_thinking, needs, prove, reads_back
+from .proof import keeps_thinking, prove, reads_back
 from .shape import Shape, call_names, to_chat, to_tools, tool_names
 from .vocabulary import Vocabulary
 
@@ -83,8 +85,9 @@ class _Tokenizer:
 class _WholeParser:
     """For formats that only the package reads: it reads whole samples, so every event comes at the end."""
 
-    def __init__(self, package: _Package, stop_ids: Sequence[int], head: Head) -> None:
+    def __init__(self, package: _Package, prompt: list[int], stop_ids: Sequence[int], head: Head) -> None:
         self._package = package
+        self._prompt = prompt
         self._stop = frozenset(stop_ids)
         self._head = head
         self._tools = tool_names(head.tools)
@@ -127,7 +130,9 @@ class _WholeParser:
 
     def answer(self) -> Answer:
         try:
-            parsed = self._package.parse_response(self._sample(), tools=to_tools(self._head.tools))
+            parsed = self._package.parse_response(
+                self._sample(), tools=to_tools(self._head.tools), prompt_ids=self._prompt
+            )
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise RenderError(f"the package's parser failed: {error}") from error
         parts: list[Part] = []
@@ -169,6 +174,7 @@ class PackagedRenderer:
         stop_ids: Sequence[int],
         provenance: Provenance,
         keep_thinking: bool = True,
+        late_system: str = "",
     ) -> None:
         import renderers
 
@@ -183,10 +189,11 @@ class PackagedRenderer:
         self._keep = keep_thinking
         self._configs = {"render": kept if keep_thinking else plain, "bridge": kept}
         self._made: dict[tuple[_Use, bytes], _Package] = {}
+        self._prompts: dict[bytes, list[int]] = {}
         self._stubs: dict[bytes, tuple[list[int], list[int]]] = {}
         self._stop_ids = tuple(dict.fromkeys([*self._package("render", {}).get_stop_token_ids(), *stop_ids]))
         self._shape = Shape()
-        self._shape = find_shape(self._write)
+        self._shape = replace(find_shape(self._write), late_system=late_system)
         self._close = self._find_close()
         self._format: ToolFormat | None = self._find_format()
         self._features = Features(prove(self))
@@ -203,10 +210,10 @@ class PackagedRenderer:
                 self._made[key] = renderers.create_renderer(
                     self._tokenizer, self._configs[use], chat_template_kwargs=dict(args) or None
                 )
-            except (ValueError, TypeError, KeyError) as error:
-                raise RenderError(f"template arguments: {error}") from error
-            except AssertionError as error:  # how the package says that a special token is missing
-                raise ConfigError(str(error), "renderer") from error
+            except Exception as error:  # a missing token is an assertion there, a missing vocabulary a foreign error
+                if args:
+                    raise RenderError(f"template arguments: {error}") from error
+                raise ConfigError(f"this model's tokenizer doesn't suit it: {error}", "renderer") from error
         return self._made[key]
 
     def _render(self, chat: list[dict[str, TemplateValue]], head: Head, *, generate: bool) -> list[int]:
@@ -223,9 +230,13 @@ class PackagedRenderer:
         return self.vocabulary.decode(self._render(chat, Head(), generate=False))
 
     def _find_close(self) -> tuple[int, ...]:
+        """What stands behind an answer, blanks aside, if the package stops there.
+
+        Some formats end a turn with the token that opens the next one: these have no close of their own.
+        """
         ids = self.full([_OPENING, _SAID], Head(), generate=False)
-        last = next((i for i in reversed(ids) if i in self._stop_ids), None)
-        return () if last is None else (last,)
+        last = next((i for i in reversed(ids) if self.vocabulary.text_of_id(i).strip()), -1)
+        return (last,) if last in self._stop_ids else ()
 
     def _find_format(self) -> ToolFormat | None:
         """Our streaming parser where it reads the package's calls back, else the package's own."""
@@ -235,12 +246,19 @@ class PackagedRenderer:
                 return self._format
         return None
 
+    def _prompt(self, args: Mapping[str, Json]) -> list[int]:
+        """Ids of a short prompt; what a sample's parser has to know is how such a prompt ends."""
+        key = dump(dict(args)) if args else b""
+        if key not in self._prompts:
+            self._prompts[key] = self.full([_OPENING], Head(template_args=dict(args)), generate=True)
+        return self._prompts[key]
+
     def _stub(self, args: Mapping[str, Json]) -> tuple[list[int], list[int]]:
         """Ids of a short prompt and of an ended answer to it, as the package writes them."""
         key = dump(dict(args)) if args else b""
         if key not in self._stubs:
             head = Head(template_args=dict(args))
-            prompt = self.full([_OPENING], head, generate=True)
+            prompt = self._prompt(args)
             whole = self.full([_OPENING, _SAID], head, generate=False)
             end = max(i for i, token in enumerate(whole) if token in self._close) + 1
             if whole[: len(prompt)] != prompt:
@@ -296,7 +314,7 @@ class PackagedRenderer:
         if not self._close:
             return None
         prompt, said = self._stub(head.template_args)
-        chat = to_chat(messages, self._shape, call_names((*history, answer)))
+        chat = to_chat(messages, self._shape, call_names((*history, answer)), late=True)
         try:
             bridged = self._package("bridge", head.template_args).bridge_to_next_turn(
                 prompt, said, chat, tools=to_tools(head.tools)
@@ -318,9 +336,9 @@ class PackagedRenderer:
         return parser.answer()
 
     def parser(self, head: Head, *, prefill: str = "") -> StreamParser:
+        prompt = self._prompt(head.template_args)
         if self._format is None:
-            return _WholeParser(self._package("render", head.template_args), self._stop_ids, head)
-        prompt, _ = self._stub(head.template_args)
+            return _WholeParser(self._package("render", head.template_args), prompt, self._stop_ids, head)
         opened = self.vocabulary.decode(prompt).rstrip().endswith("<think>")
         tags: Tags = "open" if opened else "allowed"
         return TaggedParser(self.vocabulary, self._stop_ids, head, tags, self._format, prefill)

@@ -35,7 +35,8 @@ class ModelProfile:
     template of this package, or a path to a Jinja file. `renderer`: `auto` (hand-coded where the model is known and
     the proof holds, else the template bridge), `template`, or a name of the `renderers` package. `stop_tokens` adds
     end-of-turn tokens that the model's configuration forgets. `context_window` is in tokens, 0 if unknown.
-    `template_args` are defaults that a call's own arguments override.
+    `late_system`: the role in which a system message in mid conversation is shown; `user` serves templates that drop or
+    refuse it there. `template_args` are defaults that a call's own arguments override.
     """
 
     model: str
@@ -44,6 +45,7 @@ class ModelProfile:
     renderer: str = "auto"
     tool_format: Literal["auto", "hermes", "qwen3_coder"] = "auto"
     thinking: Literal["keep", "follow"] = "keep"
+    late_system: Literal["system", "user"] = "system"
     context_window: int = 0
     stop_tokens: tuple[str, ...] = ()
     template_args: dict[str, Json] = field(default_factory=dict)
@@ -122,9 +124,13 @@ def load_renderer(profile: ModelProfile) -> Renderer:
     stops = _stop_ids(profile, vocabulary)
     name = known_name(profile.model) if profile.renderer == "auto" else profile.renderer
     if name and name != "template":
-        packaged = _packaged(profile, vocabulary, stops, name)
-        if profile.renderer != "auto" or packaged.prove().exact:
-            return packaged
+        try:
+            packaged = _packaged(profile, vocabulary, stops, name)
+            if profile.renderer != "auto" or packaged.prove().exact:
+                return packaged
+        except ConfigError:
+            if profile.renderer != "auto":
+                raise
     return _bridged(profile, vocabulary, stops)
 
 
@@ -150,7 +156,7 @@ def _provenance(profile: ModelProfile, vocabulary: Vocabulary, source: str, rend
 def _packaged(profile: ModelProfile, vocabulary: Vocabulary, stops: tuple[int, ...], name: str) -> PackagedRenderer:
     source = _own_template(profile.directory)
     provenance = _provenance(profile, vocabulary, source, f"renderers/{name}")
-    return PackagedRenderer(vocabulary, name, source, stops, provenance, profile.thinking == "keep")
+    return PackagedRenderer(vocabulary, name, source, stops, provenance, profile.thinking == "keep", _late(profile))
 
 
 def _bridged(profile: ModelProfile, vocabulary: Vocabulary, stops: tuple[int, ...]) -> TemplateRenderer:
@@ -164,7 +170,12 @@ def _bridged(profile: ModelProfile, vocabulary: Vocabulary, stops: tuple[int, ..
         _provenance(profile, vocabulary, source, "template"),
         keep_thinking=profile.thinking == "keep",
         tool_format=None if profile.tool_format == "auto" else profile.tool_format,
+        late_system=_late(profile),
     )
+
+
+def _late(profile: ModelProfile) -> str:
+    return "" if profile.late_system == "system" else profile.late_system
 
 
 def _version(distribution: str) -> str:

@@ -23,11 +23,14 @@ class Shape:
 
     `raw_arguments`: it prints a call's arguments as a string verbatim (so their bytes survive); otherwise it gets the
     parsed object. `developer`: the role under which it knows developer messages. `reasoning`: its field for thinking.
+    `late_system`: the role under which system and developer messages are shown that stand behind other messages; ""
+    leaves them as they are.
     """
 
     raw_arguments: bool = False
     developer: str = "developer"
     reasoning: str = "reasoning_content"
+    late_system: str = ""
 
 
 def wire_name(name: str, namespace: str) -> str:
@@ -123,9 +126,10 @@ def _assistant(message: Message, where: str, shape: Shape) -> dict[str, Template
 
 
 def to_chat(
-    messages: Sequence[Message], shape: Shape, names: dict[str, str] | None = None
+    messages: Sequence[Message], shape: Shape, names: dict[str, str] | None = None, *, late: bool = False
 ) -> list[dict[str, TemplateValue]]:
-    """Chat dicts, one per message. `names` are tool names by call id, for tool results.
+    """Chat dicts, one per message. `names` are tool names by call id, for tool results; `late` says that
+    other messages stand before these.
 
     Raises RenderError naming the message.
     """
@@ -135,8 +139,13 @@ def to_chat(
         where = f"messages[{number}]"
         if message.role == "assistant":
             chat.append(_assistant(message, where, shape))
+            late = True
             continue
         role = shape.developer if message.role == "developer" else message.role
+        if message.role not in ("system", "developer"):
+            late = True
+        elif late and shape.late_system:
+            role = shape.late_system
         entry: dict[str, TemplateValue] = {"role": role, "content": prompt_text(message, where)}
         if message.role == "tool":
             entry["tool_call_id"] = message.call_id
