@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runtime_kit import HEARTBEAT, LIMITS, Case, Unix, sh, soon, stands_still
 
 from polar_common.errors import CommandFailed, ConfigError, ResourceExhausted, RuntimeFault
 from polar_common.nats_server import free_port
 from polar_common.tasks import spawn
 from polar_runtime import Limits, bwrap, pack_files
+from runtime_kit import HEARTBEAT, LIMITS, Case, Unix, sh, soon, stands_still
 
 _GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=3).read().decode(), end='')"
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from runtime_scripted import CLOSING, SUBMIT, Scripted
 
 from polar_gateway.harnesses import registry, toolchain
 from polar_gateway.harnesses.base import Harness, Launch, LaunchContext
 from polar_runtime import ExecResult, Limits, Runtime, RuntimeSpec, make_runtime
+from runtime_scripted import CLOSING, SUBMIT, Scripted
 
 pytestmark = pytest.mark.harness
 
@@ -32,6 +32,7 @@ async def run(
     *,
     args: Mapping[str, object] | None = None,
     prompt: str = PROMPT,
+    files: Mapping[str, bytes] | None = None,
     timeout: float = 90.0,
     kind: str = "local",
     image: str = "",
@@ -44,6 +45,7 @@ async def run(
     )  # fmt: skip
     async with make_runtime(spec) as rt:
         launch = harness.launch(context(rt, prompt, args or {}))
+        await rt.upload(files or {})
         await rt.upload({path: content.encode() for path, content in launch.files.items()})
         result = await rt.exec(
             launch.argv, env=launch.env, cwd=launch.cwd or None, stdin=launch.stdin, timeout=timeout, proxy=True
@@ -118,3 +120,33 @@ async def test_each_cli_writes_its_file(name: str, tmp_path: Path) -> None:
     assert any(prompt in str(c.body) for c in model.calls)
     if harness.session_header:
         assert any(harness.session_header in c.headers for c in model.calls)
+
+
+_TOY = """
+task: toy
+dataset_path: json
+dataset_kwargs: {data_files: {test: toy.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_lm_eval_asks_one_completion_a_question(tmp_path: Path) -> None:
+    model = Scripted(tmp_path / "proxy" / "proxy.sock", edit_text="4")
+    server = await model.serve()
+    harness = registry.find("lm_eval")
+    rows = "".join(f'{{"question": "{i} + 2?", "answer": "{i + 2}"}}\n' for i in range(4))
+    _, result, files = await run(
+        harness, model, tmp_path, args={"tasks": ["toy"]}, files={"toy.yaml": _TOY.encode(), "toy.jsonl": rows.encode()}
+    )
+    server.close()
+    assert result.exit_code == 0, result.output_tail
+    assert len(model.calls) == 4
+    assert {c.key for c in model.calls} == {KEY}
+    results = next(content for name, content in files.items() if "results_" in name)
+    assert b'"exact_match,none": 0.25' in results

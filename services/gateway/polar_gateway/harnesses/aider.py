@@ -35,7 +35,9 @@ class Aider(Harness):
             "--timeout",
             str(int(ctx.call_timeout_s)),
         ]
-        argv += ["--model-metadata-file", metadata, "--message-file", message, *texts(ctx.args, "options")]
+        argv += ["--model-metadata-file", metadata, "--message-file", message]
+        # Its histories would otherwise lie in the working directory and so in the patch.
+        argv += ["--chat-history-file", f"{ctx.home}/chat.md", "--input-history-file", f"{ctx.home}/input.txt"]
         limits = {
             "max_input_tokens": ctx.context_window,
             "max_output_tokens": ctx.max_tokens_per_call,
@@ -48,6 +50,7 @@ class Aider(Harness):
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
         files = {message: ctx.instruction, metadata: dump({f"openai/{ctx.model}": limits})}
+        argv += texts(ctx.args, "options")
         return Launch((*argv, "--", *texts(ctx.args, "files")), env, files)
 
     def classify_exit(self, exit_code: int, output_tail: str) -> Exit:
