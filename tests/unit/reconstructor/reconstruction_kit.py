@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.scripted_sessions import Script
+from scripted_sessions import Script
 
 from polar_reconstructor.build import Built, build_session, prepare
 from polar_reconstructor.domain import select

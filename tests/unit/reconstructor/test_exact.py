@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from reconstruction_kit import built, ids, masks, spans, trained
-from tests.scripted_sessions import Script
+from scripted_sessions import Script
 
 E = 99
 
