@@ -21,7 +21,7 @@ from polar_common.topology import Topology, consumers
 from polar_evaluator.handlers import Evaluations
 from polar_evaluator.settings import EvaluatorSettings
 from polar_runtime import RuntimeSpec, make_runtime, pack_files
-from tests.integration import gateway_kit as kit
+import gateway_kit as kit
 
 pytestmark = pytest.mark.nats
 EVALUATOR = next(c for c in consumers(Topology()) if c.durable == "evaluator")
