@@ -196,11 +196,10 @@ def test_errors(
     client: openai.OpenAI, server: DialectServer, api: str, error: PolarError, raised: Any, code: Any
 ) -> None:
     server.script.error = error
+    asked: Any = {"messages": MESSAGES} if api == "chat" else {"input": "Go", "stream": True}
+    create: Any = client.chat.completions.create if api == "chat" else client.responses.create
     with pytest.raises(raised) as caught:
-        if api == "chat":
-            client.chat.completions.create(model="m", messages=MESSAGES)
-        else:
-            client.responses.create(model="m", input="Go", stream=True)
+        create(model="m", **asked)
     assert caught.value.code == code
     if isinstance(error, RequestError) and error.path:
         assert caught.value.param == error.path
