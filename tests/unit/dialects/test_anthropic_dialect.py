@@ -213,8 +213,6 @@ def test_tables_don_t_overlap() -> None:
     ],
 )
 def test_bad_messages_are_named(messages: Any, path: str) -> None:
-    if path.endswith("name"):
-        messages[0]["content"][0]["input"] = {}
     assert refused(messages) == path
 
 

@@ -32,9 +32,10 @@ NOT_FORWARDED = {
     "system[*].cache_control": "the engine keeps its own cache",
     "messages[*].content[*].cache_control": "the engine keeps its own cache",
     "tools[*].cache_control": "the engine keeps its own cache",
+    "tools[*].eager_input_streaming": "arguments are sent once they are known to be an object",
 }
 
-_TOOL = f.keys("type name description input_schema defer_loading eager_input_streaming")
+_TOOL = f.keys("type name description input_schema defer_loading")
 _CLIENT_TOOLS = ("bash_", "text_editor_", "computer_", "memory_")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

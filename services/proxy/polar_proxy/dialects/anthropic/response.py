@@ -2,7 +2,8 @@
 
 Blocks are strictly one after the other in this protocol. Events that would interleave (two tool calls at once, text
 within a call) wait until the open call is closed. The stop of a `tool_use` block and the end of the message are
-actionable.
+actionable. A call's arguments go out in one piece when they are complete: clients of this API take them for an object,
+and only then is it known whether they are one.
 """
 
 from __future__ import annotations
