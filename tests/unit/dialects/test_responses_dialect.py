@@ -293,7 +293,7 @@ def test_a_cut_answer_is_incomplete() -> None:
     [
         (EngineOverflow("x"), "context_length_exceeded"),
         (EngineBusy("x"), "rate_limit_exceeded"),
-        (EngineBusy("x", 503), "server_is_overloaded"),
+        (EngineBusy("x", 503), "server_error"),
         (EngineDown("x"), "server_error"),
         (RequestError("x"), "invalid_prompt"),
     ],
@@ -308,4 +308,5 @@ def test_failures_have_codes(error: Any, code: str) -> None:
     assert data["response"]["status"] == "failed"
     assert data["response"]["error"]["code"] == code
     assert data["response"]["output"] == []
+    assert ("try again in 1s" in data["response"]["error"]["message"]) == (code == "rate_limit_exceeded")
     assert encoder.keepalive().startswith(b":")

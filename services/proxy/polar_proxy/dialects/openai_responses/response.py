@@ -102,13 +102,16 @@ def encode(replies: Sequence[Reply], request: ChatRequest) -> bytes:
 
 
 def failure(what: Fault) -> Obj:
-    """The `error` of a failed response, with the codes that clients act on."""
+    """The `error` of a failed response, with the codes that clients act on.
+
+    An overload isn't said with a code of its own: Codex gives up on those, and tries again on all others.
+    """
+    message = what.message
     if what.overflow:
         code = "context_length_exceeded"
     elif what.status == 429:
         code = "rate_limit_exceeded"
-    elif what.status in (503, 529):
-        code = "server_is_overloaded"
+        message = f"{message}. Please try again in {what.retry_after}s."
     else:
         code = "server_error" if what.status >= 500 else "invalid_prompt"
-    return {"code": code, "message": what.message}
+    return {"code": code, "message": message}
