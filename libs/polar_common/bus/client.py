@@ -220,12 +220,13 @@ class Bus:
         """The last message on a subject or pattern, from the leader; None if there is none."""
         return await leader_get(self.nc, stream or await self._stream_of(subject), subject)
 
-    async def read(self, stream: str, filters: Sequence[str], *, up_to: int = 0) -> list[Stored]:
-        """The last message of every subject that matches, by sequence. `up_to`: only sequences ≤ it (0: all).
+    async def read(self, stream: str, filters: Sequence[str], *, up_to: int = 0, after: int = 0) -> list[Stored]:
+        """The last message of every subject that matches, by sequence. `up_to`: only sequences ≤ it (0: all); `after`:
+        only sequences > it.
 
         May be stale on replicated streams; where "nothing there" matters, ask `last` first.
         """
-        return await direct_get(self.nc, stream, filters, up_to)
+        return await direct_get(self.nc, stream, filters, up_to, after)
 
     async def read_session(self, session: str, *, up_to: int = 0, completions: bool = True) -> list[Stored]:
         """All of one session's transitions and completions, by sequence; empty if it doesn't exist."""

@@ -6,6 +6,7 @@ nats-py's `fetch(n)` waits for all n messages or its timeout; here each message 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import nats.errors
 import orjson
@@ -77,6 +78,8 @@ class Pull:
 
     async def close(self) -> None:
         if self._sub is not None and not self._nc.is_closed:
-            await self._sub.unsubscribe()
+            # A connection that is just being lost forgets its subscriptions anyway.
+            with suppress(OSError, nats.errors.Error):
+                await self._sub.unsubscribe()
         self._sub = None
         self._pending = 0

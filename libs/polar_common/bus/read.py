@@ -90,11 +90,15 @@ async def leader_get(nc: Client, stream: str, subject: str) -> Stored | None:
     )
 
 
-async def direct_get(nc: Client, stream: str, filters: Sequence[str], up_to: int = 0) -> list[Stored]:
+async def direct_get(nc: Client, stream: str, filters: Sequence[str], up_to: int = 0, after: int = 0) -> list[Stored]:
     """The last message per matching subject, by sequence.
 
-    One request per call; where more than 1,024 subjects match, the server refuses and the range is walked instead.
+    One request per call; where more than 1,024 subjects match, the server refuses and the range is walked instead, as
+    it is where only what comes `after` a sequence is wanted.
     """
+    if after:
+        later = [s for one in filters for s in await _walk(nc, stream, one, up_to, after)]
+        return sorted(later, key=lambda s: s.sequence)
     request: dict[str, Any] = {"multi_last": list(filters)}
     if up_to:
         request["up_to_seq"] = up_to
@@ -109,10 +113,10 @@ async def direct_get(nc: Client, stream: str, filters: Sequence[str], up_to: int
     return found
 
 
-async def _walk(nc: Client, stream: str, subject: str, up_to: int) -> list[Stored]:
+async def _walk(nc: Client, stream: str, subject: str, up_to: int, after: int = 0) -> list[Stored]:
     """All messages on a pattern, in pages of 512. Each subject is used once, so this equals the last per subject."""
     found: list[Stored] = []
-    position = 1
+    position = after + 1
     while True:
         page, _ = await _collect(nc, stream, {"batch": 512, "seq": position, "next_by_subj": subject})
         page = [s for s in page if not up_to or s.sequence <= up_to]

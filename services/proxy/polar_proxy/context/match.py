@@ -140,7 +140,7 @@ def _related(index: SessionIndex, messages: Sequence[Message]) -> ChainClass | N
     """`head_changed` where only the head differs, `edited` where our own answers reappear in a changed history."""
     bare = prefix_keys(messages)
     best = 0
-    for node in index.nodes.values():
+    for node in list(index.nodes.values()):
         told = node.conversation()
         if len(told) < len(messages) and prefix_keys(told)[-1] == bare[len(told) - 1]:
             return "head_changed"
@@ -162,6 +162,6 @@ def _shared(left: Sequence[bytes], right: Sequence[bytes]) -> int:
 
 def _summarised(index: SessionIndex, messages: Sequence[Message]) -> bool:
     """An earlier answer's text stands in a message that isn't the assistant's: a compacted history."""
-    texts = [t for n in index.nodes.values() if len(t := text_of(n.answer).strip()) >= 40]
+    texts = [t for n in list(index.nodes.values()) if len(t := text_of(n.answer).strip()) >= 40]
     said = "\n".join(text_of(m) for m in messages if m.role != "assistant")
     return any(t in said for t in texts)

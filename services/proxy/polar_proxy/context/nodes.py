@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from polar_proxy.dialects.base import Finish, Usage
+from polar_render.base import Head
 from polar_render.messages import Message, Part
 from polar_render.records import Link
 
@@ -94,7 +95,7 @@ class Live:
 
 @dataclass(slots=True)
 class SessionIndex:
-    """One attempt's completions. `sequence`: the highest log sequence of any of its completion events known here."""
+    """One attempt's completions. `synced`: up to this log sequence all of its completion events are known here."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     by_key: dict[bytes, list[Node]] = field(default_factory=dict)
@@ -102,12 +103,16 @@ class SessionIndex:
     live: dict[str, Live] = field(default_factory=dict)
     aborted: Counter[str] = field(default_factory=Counter)
     """Request hash → calls that ended without a capture since the last capture of the same."""
+    ended: set[str] = field(default_factory=set)
+    """Completions that were aborted."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Request hash → refusals that a retry mark may still refer to."""
     heads: dict[bytes, str] = field(default_factory=dict)
     """Head key → the completion whose event holds its body."""
     agents: set[str] = field(default_factory=set)
-    sequence: int = 0
+    bodies: dict[bytes, Head] = field(default_factory=dict)
+    """Heads by key, each once."""
+    synced: int = 0
     calls: int = 0
     tokens: int = 0
     rejections: int = 0
@@ -125,7 +130,6 @@ class SessionIndex:
             node.parent.extended = True
         if node.agent:
             self.agents.add(node.agent)
-        self.sequence = max(self.sequence, node.sequence)
 
     def choices(self, node: Node) -> list[Node]:
         """All completions of the request that `node` answered, by choice."""

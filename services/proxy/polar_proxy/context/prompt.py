@@ -146,7 +146,7 @@ def _relative(index: SessionIndex, keys: Keys, match: Match | None) -> tuple[Nod
     if match is not None:
         return match.node, min(match.node.size, match.node.position)
     last = keys.at[-1] if keys.at else keys.head
-    for node in reversed(index.nodes.values()):
+    for node in reversed(list(index.nodes.values())):
         if node.request_key == last:
             return node, node.size
     return None, 0

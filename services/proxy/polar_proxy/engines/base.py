@@ -6,7 +6,7 @@ is the completion's id. What an engine reports is passed on as it is; `validity.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
     replica: str
     """Names this replica in events and subjects."""
 
-    def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """The sample as it comes. Closing the iterator aborts the generation.
 
         Raises EngineRefused, EngineOverflow, EngineBusy, or EngineDown (a stream that breaks off included).

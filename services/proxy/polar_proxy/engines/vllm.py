@@ -5,7 +5,7 @@ Answers are parsed as dictionaries, not as models: this is the hot path. A strea
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import orjson
@@ -124,7 +124,7 @@ class VllmEngine:
             body["stream_options"] = {"include_usage": True}
         return orjson.dumps(body, option=_NUMPY)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         response = await self._wire.post("/inference/v1/generate", self._body(request, True))
         finished = False
         try:

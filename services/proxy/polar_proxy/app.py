@@ -1,0 +1,126 @@
+"""Wiring of the proxy: engines, renderer, seals, HTTP on TCP and on a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from polar_common.errors import ConfigError
+from polar_common.service import Service, serve_http
+from polar_common.tasks import spawn
+from polar_render import ModelProfile, load_renderer, profile_for
+from polar_render.base import Renderer
+
+from .asgi import ProxyApp
+from .engines.base import Engine
+from .engines.pool import Pool
+from .engines.vllm import VllmEngine
+from .exchange import Sweeper
+from .protocol import BoundedProtocol
+from .publish import Publisher
+from .seals import Seals
+from .service import ProxyService, Renderers
+from .sessions import Sessions
+from .settings import ProxySettings
+
+__all__ = ["Proxy", "run"]
+
+
+def engines(settings: ProxySettings) -> list[Engine]:
+    """One adapter per replica, named by number and port."""
+    made: list[Engine] = []
+    for number, url in enumerate(settings.proxy_engines):
+        replica = f"e{number}"
+        made.append(
+            VllmEngine(
+                url, settings.proxy_model, replica, logprob_kind=settings.proxy_logprob_kind,
+                idle_s=settings.proxy_engine_idle_s, token=settings.proxy_engine_token.get_secret_value(),
+            )
+        )  # fmt: skip
+    return made
+
+
+def profile(settings: ProxySettings) -> ModelProfile:
+    """Raises ConfigError if there is no model directory."""
+    if settings.proxy_model_dir is None:
+        raise ConfigError("name the directory with the policy's tokenizer", "proxy_model_dir")
+    found = profile_for(settings.proxy_model_dir, model=settings.proxy_model)
+    changed: dict[str, object] = {}
+    if settings.proxy_template:
+        changed["template"] = settings.proxy_template
+    if settings.proxy_renderer != "auto":
+        changed["renderer"] = settings.proxy_renderer
+    if settings.proxy_stop_tokens:
+        changed["stop_tokens"] = settings.proxy_stop_tokens
+    return replace(found, **changed)  # type: ignore[arg-type]
+
+
+class Proxy:
+    """One proxy process. Tests pass their own engines and renderer."""
+
+    def __init__(
+        self, settings: ProxySettings, *, made: list[Engine] | None = None, renderer: Renderer | None = None
+    ) -> None:
+        self.settings = settings
+        self.house = Service("proxy", settings)
+        self._made = made
+        self._renderer = renderer
+        self.service: ProxyService | None = None
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until stopped."""
+        await self.house.run(self._setup)
+
+    async def _setup(self) -> None:
+        settings, bus = self.settings, self.house.bus
+        window, renderers = self._renderers()
+        pool = Pool(self._made if self._made is not None else engines(settings))
+        await pool.probe()
+        sessions = Sessions(bus, {"keep": renderers.keep, "follow": renderers.follow}, settings.proxy_sessions)
+        service: ProxyService
+        seals = Seals(bus, settings.segment, lambda s, a: service.sealed(s, a))
+        sweeper = Sweeper()
+        service = ProxyService(settings, renderers, pool, sessions, seals, Publisher(bus, sessions), sweeper, window)
+        self.service = service
+        following = spawn(seals.run(), name="seals")
+        self.house.background("seals", lambda: _until(following))
+        self.house.background("sweeper", sweeper.run)
+        self.house.background("engines", lambda: pool.watch(settings.proxy_health_s))
+        while not seals.caught_up and not following.done():
+            await asyncio.sleep(0.01)
+        await self._listen(ProxyApp(service))
+
+    def _renderers(self) -> tuple[int, Renderers]:
+        if self._renderer is not None:
+            return 0, Renderers(self._renderer, self._renderer)
+        found = profile(self.settings)
+        keep = load_renderer(replace(found, thinking="keep"))
+        follow = load_renderer(replace(found, thinking="follow"))
+        return found.context_window, Renderers(keep, follow)
+
+    async def _listen(self, app: ProxyApp) -> None:
+        settings = self.settings
+        http = BoundedProtocol.bounded(settings.proxy_header_limit, settings.proxy_request_s)
+        options: dict[str, Any] = {"http": http, "loop": "none", "ws": "none"}
+        tcp = await serve_http(app, self.house, host=settings.host, port=settings.port, **options)
+        self.house.background("http", tcp)
+        path = settings.socket_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        uds = await serve_http(app, self.house, host="", port=0, uds=str(path), **options)
+        self.house.background("socket", uds)
+        self.house.facts["socket"] = str(Path(path).absolute())
+
+
+async def _until(task: asyncio.Task[None]) -> None:
+    """A failure of the task is the service's."""
+    await task
+
+
+def run(argv: list[str] | None = None) -> None:
+    """Entry point of `polar run-service proxy`."""
+    uvloop.run(Proxy(ProxySettings()).run())

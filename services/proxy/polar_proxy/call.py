@@ -1,0 +1,357 @@
+"""One generation call that reaches an engine: n samples, streamed or whole, captured before anything actionable.
+
+`service.py` decides that a call is made and with which prompt; here it is run. Whatever happens, each sample ends on
+the log: captured (then perhaps undelivered), or aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from polar_common.errors import BusError, EngineDown, EngineError, PolarError, RequestError
+from polar_common.events import EngineFacts, SamplingUsed
+from polar_common.ids import new_id
+from polar_common.tasks import cancel_and_wait, spawn
+from polar_proxy.dialects.base import Dialect, Encoder, Frame, Minted, Reply, Usage
+from polar_render.base import AnswerEvent, Renderer
+
+from .capture import CallFacts, Captured, build, reply_of
+from .context.nodes import Live
+from .context.prompt import Plan
+from .engines.base import Chunk, GenerateRequest
+from .engines.pool import Replica
+from .exchange import Exchange
+from .metrics import METRICS
+from .publish import Publisher, Reason
+from .sample import Sample, Sampling
+from .sessions import Session
+
+__all__ = ["SSE", "Call", "Choice", "new_choice"]
+
+SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sample under way."""
+
+    live: Live
+    used: SamplingUsed
+    request: GenerateRequest
+    sampling: Sampling
+    sample: Sample | None = None
+    captured: Captured | None = None
+    ttft: float = 0.0
+    settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Everything one call needs. `interrupted` is why it was stopped from outside."""
+
+    session: Session
+    dialect: Dialect
+    plan: Plan
+    renderer: Renderer
+    replica: Replica
+    exchange: Exchange
+    publisher: Publisher
+    engine: EngineFacts
+    keepalive_s: float
+    choices: list[Choice] = field(default_factory=list)
+    started: float = field(default_factory=time.time)
+    clock: float = field(default_factory=time.monotonic)
+    interrupted: Reason | None = None
+    committing: bool = False
+
+    # -- from outside
+
+    def interrupt(self, reason: Reason) -> None:
+        """The caller is gone or the key is sealed: stop sampling. A sample that is being committed is kept."""
+        if reason == "client_gone":
+            for choice in self.choices:
+                choice.live.gone = True
+        if self.interrupted is None and not self.committing and self.exchange.task is not None:
+            self.interrupted = reason
+            self.exchange.task.cancel()
+
+    # -- the flow
+
+    async def run(self) -> None:
+        """Ask, capture, answer. Errors of the engine or the log are answered in the provider's shape."""
+        self.replica.enter()
+        try:
+            if self.plan.request.stream:
+                await self._streamed()
+            else:
+                await self._whole()
+        except asyncio.CancelledError:
+            if self.interrupted is None:
+                await self._abort("cancelled", "the proxy is stopping")
+                raise
+            task = asyncio.current_task()
+            if task is not None:
+                task.uncancel()
+            await self._stopped(self.interrupted)
+        except PolarError as error:
+            await self._failed(error)
+        finally:
+            self.replica.leave()
+            self._settle()
+
+    async def _whole(self) -> None:
+        if len(self.choices) == 1:
+            self.choices[0].sampling.take(await self.replica.engine.complete(self.choices[0].request))
+        else:
+            asked = [
+                spawn(self.replica.engine.complete(c.request), name=f"choice:{c.live.completion}") for c in self.choices
+            ]
+            try:
+                for choice, chunk in zip(self.choices, await asyncio.gather(*asked), strict=True):
+                    choice.sampling.take(chunk)
+            finally:
+                await cancel_and_wait(*asked)
+        for choice in self.choices:
+            choice.sample, _ = choice.sampling.finish(fed=False)
+            choice.ttft = time.monotonic() - self.clock
+        await self._commit()
+        body = self.dialect.encode(self._replies(), self.plan.request)
+        await self.exchange.answer(200, {"content-type": "application/json"}, body)
+        await self._delivered()
+
+    async def _streamed(self) -> None:
+        minted = [Minted(c.live.completion, int(self.started)) for c in self.choices]
+        encoder = self.dialect.encoder(self.plan.request, minted)
+        outlet = _Outlet(self.exchange)
+        usage = Usage(len(self.plan.prompt))
+        opened = False
+        async with aclosing(self._chunks()) as chunks:
+            async for number, chunk in chunks:
+                frames = [] if opened else encoder.start(usage)
+                opened = True
+                if number < 0:
+                    await outlet.put(frames, encoder.keepalive())
+                    continue
+                choice = self.choices[number]
+                if chunk.ids and not choice.ttft:
+                    choice.ttft = time.monotonic() - self.clock
+                    METRICS.first_token.observe(choice.ttft)
+                for event in choice.sampling.feed(chunk):
+                    frames += encoder.feed(event, number)
+                await outlet.put(frames)
+        frames = self._ended(encoder)
+        await outlet.put(frames)
+        await self._commit()
+        closing: list[Frame] = []
+        for number, reply in enumerate(self._replies()):
+            closing += encoder.finish(reply, number)
+        closing += encoder.end(self._usage())
+        await outlet.close(closing)
+        await self._delivered()
+
+    def _ended(self, encoder: Encoder) -> list[Frame]:
+        """The last events of each choice."""
+        frames: list[Frame] = []
+        for number, choice in enumerate(self.choices):
+            events: list[AnswerEvent]
+            choice.sample, events = choice.sampling.finish(fed=True)
+            for event in events:
+                frames += encoder.feed(event, number)
+        return frames
+
+    async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
+        """Chunks of all choices by number; number -1 where nothing came for a while."""
+        queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(maxsize=64)
+        engine = self.replica.engine
+        if len(self.choices) == 1:
+            # The common case needs no queue once the first token is there.
+            async with aclosing(engine.stream(self.choices[0].request)) as stream:
+                first = spawn(_next(stream), name="first")
+                try:
+                    while not (await asyncio.wait({first}, timeout=self.keepalive_s))[0]:
+                        yield -1, Chunk()
+                finally:
+                    await cancel_and_wait(first)
+                yield 0, first.result()
+                async for chunk in stream:
+                    yield 0, chunk
+            return
+
+        async def pump(number: int, choice: Choice) -> None:
+            try:
+                async with aclosing(engine.stream(choice.request)) as stream:
+                    async for chunk in stream:
+                        await queue.put((number, chunk))
+                await queue.put((number, None))
+            except EngineError as error:
+                await queue.put((number, error))
+
+        pumps = [spawn(pump(n, c), name=f"choice:{c.live.completion}") for n, c in enumerate(self.choices)]
+        left = len(pumps)
+        try:
+            while left:
+                try:
+                    async with asyncio.timeout(self.keepalive_s):
+                        number, item = await queue.get()
+                except TimeoutError:
+                    yield -1, Chunk()
+                    continue
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield number, item
+        finally:
+            await cancel_and_wait(*pumps)
+
+    # -- the log
+
+    async def _commit(self) -> None:
+        """All samples onto the log. Nothing may interrupt this: the answer belongs to the harness from here on."""
+        self.committing = True
+        now = time.monotonic() - self.clock
+        delivered = tuple(self.session.delivered[:64])
+        first = self.choices[0].live.completion
+        for number, choice in enumerate(self.choices):
+            choice.live.committing = True
+            assert choice.sample is not None and self.replica.capabilities is not None
+            facts = CallFacts(
+                completion=choice.live.completion, key=self.session.key, used=choice.used, engine=self.engine,
+                capabilities=self.replica.capabilities, policy_seq=self.replica.policy_seq,
+                salt=choice.request.cache_salt, started=self.started, ttft=choice.ttft, duration=now, choice=number,
+                parallel_of=first if number else "", constrained=choice.request.guide is not None,
+                delivered=delivered if not number else (),
+            )  # fmt: skip
+            choice.captured = build(self.session.index, self.plan, choice.sample, facts, self.renderer)
+        if len(self.choices) == 1:
+            await self._put(self.choices[0])
+        else:
+            await asyncio.gather(*(self._put(c) for c in self.choices))
+
+    async def _put(self, choice: Choice) -> None:
+        assert choice.captured is not None
+        await self.publisher.captured(self.session, choice.captured)
+        choice.settled = True
+        METRICS.captured(choice.captured.event)
+
+    def _replies(self) -> list[Reply]:
+        tokens = self.plan.request.sampling.logprobs
+        return [reply_of(c.captured.node, c.sample, self.renderer, tokens=tokens) for c in self.choices if c.captured]
+
+    def _usage(self) -> Usage:
+        """Over all choices; the prompt is counted once."""
+        each = [c.captured.node.usage for c in self.choices if c.captured is not None]
+        return replace(
+            each[0],
+            completion_tokens=sum(u.completion_tokens for u in each),
+            reasoning_tokens=sum(u.reasoning_tokens for u in each),
+        )
+
+    async def _delivered(self) -> None:
+        """Whether the harness has its answer, as far as its connection tells."""
+        gone = self.exchange.gone
+        for choice in self.choices:
+            if choice.captured is None:
+                continue
+            node = choice.captured.node
+            node.delivery = "undelivered" if gone else "delivered"
+            if gone:
+                await self.publisher.undelivered(self.session, node.completion, "the connection was closed")
+                METRICS.undelivered.inc()
+            else:
+                self.session.delivered.append(node.completion)
+
+    # -- bad ends
+
+    async def _stopped(self, reason: Reason) -> None:
+        await self._abort(reason, "")
+        if reason == "sealed":
+            await self._tell(RequestError("this session has ended", status=409, kind="conflict_error"))
+
+    async def _failed(self, error: PolarError) -> None:
+        if isinstance(error, BusError):
+            error = EngineDown("the log doesn't answer; nothing was recorded", 503, 1.0)
+            await self._tell(error)
+            return
+        await self._abort("engine_error", str(error))
+        METRICS.errors.labels("engine").inc()
+        await self._tell(error)
+
+    async def _abort(self, reason: Reason, detail: str) -> None:
+        for choice in self.choices:
+            if choice.settled:
+                continue
+            choice.settled = True
+            await self.publisher.aborted(
+                self.session, self.plan.request, choice.live.completion, reason, detail=detail,
+                prompt_tokens=len(self.plan.prompt), ids=choice.sampling.ids, logprobs=choice.sampling.logprobs,
+                started=self.started, duration=time.monotonic() - self.clock,
+            )  # fmt: skip
+            METRICS.aborted.labels(reason).inc()
+
+    async def _tell(self, error: PolarError) -> None:
+        """The error in the provider's shape: as a status while nothing was sent, else inside the stream."""
+        if not self.exchange.started:
+            status, headers, body = self.dialect.error(error)
+            await self.exchange.answer(status, headers, body)
+            return
+        minted = [Minted(c.live.completion, int(self.started)) for c in self.choices]
+        frames = self.dialect.encoder(self.plan.request, minted).fail(error)
+        await self.exchange.send(b"".join(f.data for f in frames), more=False)
+
+    def _settle(self) -> None:
+        for choice in self.choices:
+            self.session.index.live.pop(choice.live.completion, None)
+        self.session.settle()
+
+
+async def _next(stream: AsyncIterator[Chunk]) -> Chunk:
+    try:
+        return await anext(stream)
+    except StopAsyncIteration:
+        raise EngineDown("the engine's stream was empty") from None
+
+
+class _Outlet:
+    """Frames towards the harness: they flow until the first actionable one, and from there on wait for `close`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._held: list[bytes] = []
+        self._holding = False
+
+    async def put(self, frames: list[Frame], extra: bytes = b"") -> None:
+        out: list[bytes] = []
+        for frame in frames:
+            self._holding = self._holding or frame.actionable
+            (self._held if self._holding else out).append(frame.data)
+        if extra and not self._holding:
+            out.append(extra)
+        if out:
+            await self._open()
+            await self._exchange.send(b"".join(out))
+
+    async def close(self, frames: list[Frame]) -> None:
+        self._held += [f.data for f in frames]
+        await self._open()
+        await self._exchange.send(b"".join(self._held), more=False)
+
+    async def _open(self) -> None:
+        if not self._exchange.started:
+            await self._exchange.start(200, SSE)
+
+
+def new_choice(plan: Plan, renderer: Renderer, used: SamplingUsed, salt: str, guide: bool) -> Choice:
+    """A sample to be made, with its completion id."""
+    completion = new_id()
+    request = GenerateRequest(
+        request_id=completion, prompt=plan.prompt, sampling=used, stop_token_ids=renderer.stop_ids, cache_salt=salt,
+        guide=plan.request.response_format if guide else None,
+    )  # fmt: skip
+    live = Live(completion, plan.request.raw_hash)
+    return Choice(live, used, request, Sampling(renderer.parser(plan.head), used.stop))

@@ -1,0 +1,124 @@
+"""The replicas of one policy: which is asked, which is out, which weights each has.
+
+A conversation stays with the replica that holds its prefix, unless that one is much fuller than another. Sick replicas
+leave and come back by themselves; a replica that drains for a weight update takes nothing new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from polar_common.errors import EngineBusy, EngineDown, EngineError
+
+from .base import Capabilities, Engine
+
+__all__ = ["Pool", "Replica"]
+
+_STICKY = 16_384
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine and what is known of it. `version` and `policy_seq`: the weights it samples with now."""
+
+    engine: Engine
+    capabilities: Capabilities | None = None
+    healthy: bool = False
+    draining: bool = False
+    running: int = 0
+    version: str = ""
+    policy_seq: int = 0
+    weights_hash: str = ""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def usable(self) -> bool:
+        return self.healthy and not self.draining and self.capabilities is not None
+
+    def enter(self) -> None:
+        self.running += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self.running -= 1
+        if not self.running:
+            self.idle.set()
+
+    async def probe(self) -> None:
+        """Find out what the engine can. Raises EngineError."""
+        found = await self.engine.capabilities()
+        self.capabilities = found
+        if not self.policy_seq:
+            self.version = found.weights_version
+        self.weights_hash = found.weights_hash or self.weights_hash
+        self.healthy = True
+
+
+class Pool:
+    """`slack`: by how many running calls the sticky replica may be fuller than the emptiest."""
+
+    def __init__(self, engines: Sequence[Engine], *, slack: int = 8) -> None:
+        self.replicas = [Replica(engine) for engine in engines]
+        self._slack = slack
+        self._sticky: OrderedDict[str, Replica] = OrderedDict()
+
+    def pick(self, conversation: str) -> Replica:
+        """Raises EngineBusy while all healthy replicas drain, EngineDown when none is healthy."""
+        usable = [r for r in self.replicas if r.usable]
+        if not usable:
+            if any(r.healthy and r.draining for r in self.replicas):
+                raise EngineBusy("the engines are being updated", 429, 1.0)
+            raise EngineDown("no engine answers", 503)
+        emptiest = min(usable, key=lambda r: r.running)
+        chosen = self._sticky.get(conversation)
+        if chosen is None or not chosen.usable or chosen.running > emptiest.running + self._slack:
+            chosen = self._sticky[conversation] = emptiest
+        self._sticky.move_to_end(conversation)
+        if len(self._sticky) > _STICKY:
+            self._sticky.popitem(last=False)
+        return chosen
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """Of any replica that was reached."""
+        return next((r.capabilities for r in self.replicas if r.capabilities is not None), None)
+
+    @property
+    def window(self) -> int:
+        """The smallest context window of the replicas in tokens, 0 if unknown."""
+        windows = [r.capabilities.context_window for r in self.replicas if r.capabilities is not None]
+        return min((w for w in windows if w), default=0)
+
+    async def probe(self) -> None:
+        """Probe all replicas; those that can't be reached are left for `watch`."""
+        await asyncio.gather(*(self._check(r) for r in self.replicas))
+
+    async def watch(self, every_s: float) -> None:
+        """Check for ever. A replica that returns is probed again: it may have come back as another."""
+        while True:
+            await asyncio.sleep(every_s)
+            await self.probe()
+
+    async def _check(self, replica: Replica) -> None:
+        try:
+            well = await replica.engine.healthy()
+            if well and not replica.healthy:
+                await replica.probe()
+                _log.info("engine is there", replica=replica.engine.replica)
+            elif not well and replica.healthy:
+                _log.warning("engine is gone", replica=replica.engine.replica)
+            replica.healthy = well and replica.capabilities is not None
+        except EngineError as error:
+            if replica.healthy:
+                _log.warning("engine can't be probed", replica=replica.engine.replica, error=str(error))
+            replica.healthy = False
+
+    async def close(self) -> None:
+        for replica in self.replicas:
+            await replica.engine.close()

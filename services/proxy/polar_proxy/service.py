@@ -1,0 +1,393 @@
+"""What becomes of a generation request: refused, answered from the record, or sampled in its context.
+
+Everything a harness can ask passes here once its key is known. `call.py` runs what reaches an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from polar_common.errors import EngineBusy, PolarError, RenderError, RequestError
+from polar_common.events import EngineFacts
+from polar_common.keys import SessionKey
+from polar_proxy.dialects.base import ChatRequest, Dialect, Frame, Minted, Reply, Route, Usage, completion_of, events_of
+from polar_render.base import Head, Renderer
+from polar_render.canonical import head_key
+from polar_render.messages import Image, Message, Text
+
+from .admission import Refused, admit
+from .call import SSE, Call, new_choice
+from .capture import reply_of
+from .context.nodes import Node, SessionIndex
+from .context.prompt import Plan, head_of, plan
+from .context.retry import Decision, Earlier, decide
+from .engines.pool import Pool, Replica
+from .exchange import Exchange, Sweeper
+from .metrics import METRICS
+from .publish import Publisher
+from .sampling import max_tokens, sampling_used
+from .seals import Seals
+from .sessions import Session, Sessions
+from .settings import ProxySettings
+
+__all__ = ["ProxyService", "Renderers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Renderers:
+    """One renderer per way of treating thinking."""
+
+    keep: Renderer
+    follow: Renderer
+
+    def by(self, thinking: str) -> Renderer:
+        return self.keep if thinking == "keep" else self.follow
+
+
+class ProxyService:
+    """The proxy of one policy model."""
+
+    def __init__(
+        self, settings: ProxySettings, renderers: Renderers, pool: Pool, sessions: Sessions, seals: Seals,
+        publisher: Publisher, sweeper: Sweeper, window: int,
+    ) -> None:  # fmt: skip
+        self.settings = settings
+        self.renderers = renderers
+        self.pool = pool
+        self.sessions = sessions
+        self.seals = seals
+        self.publisher = publisher
+        self.sweeper = sweeper
+        self.model_window = window
+        self.running: dict[tuple[str, int], set[Call]] = {}
+        self._count = 0
+        self.draining = False
+
+    @property
+    def window(self) -> int:
+        """Context window in tokens, 0 if unknown."""
+        windows = (self.settings.proxy_context_window, self.model_window, self.pool.window)
+        return min((w for w in windows if w), default=0)
+
+    def sealed(self, session: str, attempt: int) -> None:
+        """An attempt was sealed: end its calls and forget it."""
+        for call in list(self.running.get((session, attempt), ())):
+            call.interrupt("sealed")
+        if (session, attempt) not in self.running:
+            self.sessions.forget(session, attempt)
+
+    # -- generation
+
+    async def generate(
+        self,
+        exchange: Exchange,
+        dialect: Dialect,
+        route: Route,
+        key: SessionKey,
+        headers: Mapping[str, str],
+        body: bytes,
+    ) -> None:
+        """Answer one generation request. Refusals are recorded; errors are answered in the provider's shape."""
+        session: Session | None = None
+        request: ChatRequest | None = None
+        try:
+            self._open(key)
+            request = await self._parse(dialect, route, headers, body)
+            session = await self.sessions.get(key)
+            admit(session, self.settings, self._count)
+            self._check(request)
+            session.running += 1
+            self._count += 1
+            METRICS.running.inc()
+            try:
+                await self._admitted(exchange, dialect, session, request)
+            finally:
+                session.running -= 1
+                self._count -= 1
+                METRICS.running.dec()
+        except PolarError as error:
+            await self._refuse(exchange, dialect, key, session, request, error)
+
+    def _open(self, key: SessionKey) -> None:
+        """Raises RequestError for a sealed attempt, or while seals can't be known."""
+        if not self.seals.ready:
+            raise RequestError("the proxy isn't in touch with the log", status=503, kind="unavailable")
+        if self.seals.sealed(key.session, key.attempt):
+            raise RequestError("this session has ended", status=409, kind="conflict_error")
+        if self.draining:
+            raise EngineBusy("the proxy is draining", 429, 1.0)
+
+    async def _parse(self, dialect: Dialect, route: Route, headers: Mapping[str, str], body: bytes) -> ChatRequest:
+        if len(body) > self.settings.proxy_thread_bytes:
+            return await asyncio.to_thread(dialect.parse, route, headers, body)
+        return dialect.parse(route, headers, body)
+
+    def _check(self, request: ChatRequest) -> None:
+        if request.sampling.n > self.settings.proxy_choices:
+            raise RequestError(f"at most {self.settings.proxy_choices}", path="n")
+        if request.stream and request.sampling.n > 1 and request.dialect != "openai_chat":
+            raise RequestError("one choice per stream", path="n")
+
+    async def _admitted(self, exchange: Exchange, dialect: Dialect, session: Session, request: ChatRequest) -> None:
+        request = await self._expanded(session, request)
+        decision = await self._decide(session, request)
+        if decision.action == "replay":
+            await self._replay(exchange, dialect, session, request, session.index.nodes[decision.completion])
+            return
+        renderer = self.renderers.by(session.key.sampling.thinking)
+        request, noted = self._images(request)
+        made = await self._plan(session, request, renderer)
+        made = replace(made, dropped=noted, additions=made.additions + (("image_placeholder",) if noted else ()))
+        replica = self.pool.pick(f"{session.key.session}.{session.key.attempt}.{request.hints.agent}")
+        call = self._call(exchange, dialect, session, made, renderer, replica)
+        session.index.calls += len(call.choices)
+        name = (session.key.session, session.key.attempt)
+        self.running.setdefault(name, set()).add(call)
+        self.sweeper.add(exchange, lambda: call.interrupt("client_gone"))
+        try:
+            if self.seals.sealed(*name):
+                raise RequestError("this session has ended", status=409, kind="conflict_error")
+            await call.run()
+        finally:
+            self.sweeper.remove(exchange)
+            self._over(name, call)
+
+    def _over(self, name: tuple[str, int], call: Call) -> None:
+        calls = self.running.get(name)
+        if calls is not None:
+            calls.discard(call)
+            if not calls:
+                del self.running[name]
+                if self.seals.sealed(*name):
+                    self.sessions.forget(*name)
+
+    def _call(
+        self, exchange: Exchange, dialect: Dialect, session: Session, made: Plan, renderer: Renderer, replica: Replica
+    ) -> Call:
+        request, key, capabilities = made.request, session.key, replica.capabilities
+        assert capabilities is not None
+        tokens = max_tokens(
+            request.sampling.max_tokens, key.max_tokens_per_call, self.window, len(made.prompt),
+            self.settings.proxy_max_tokens,
+        )  # fmt: skip
+        guide = request.response_format is not None and capabilities.guides
+        if request.response_format is not None and not guide:
+            made = replace(made, dropped=(*made.dropped, "response_format"))
+        if request.tool_choice not in ("auto", "none") or (request.tool_choice == "none" and request.tools):
+            made = replace(made, dropped=(*made.dropped, "tool_choice"))
+        call = Call(
+            session, dialect, made, renderer, replica, exchange, self.publisher, self._engine(replica, renderer),
+            self.settings.proxy_keepalive_s,
+        )  # fmt: skip
+        repeat = len(session.index.by_hash.get(request.raw_hash, ())) + session.index.aborted[request.raw_hash]
+        for number in range(request.sampling.n):
+            used = sampling_used(
+                key.sampling, request.sampling, tokens=tokens, session=key.session, request_hash=request.raw_hash,
+                repeat=repeat, choice=number,
+            )  # fmt: skip
+            choice = new_choice(made, renderer, used, replica.version, guide)
+            call.choices.append(choice)
+            session.index.live[choice.live.completion] = choice.live
+        return call
+
+    def _engine(self, replica: Replica, renderer: Renderer) -> EngineFacts:
+        found, told = replica.capabilities, renderer.provenance
+        assert found is not None
+        return EngineFacts(
+            name=found.engine, replica=replica.engine.replica, model=found.model, weights_hash=replica.weights_hash,
+            dtype=found.dtype, logprob_kind=found.logprobs, tokenizer_hash=told.tokenizer_hash,
+            template_hash=told.template_hash, renderer=told.renderer, renderer_version=told.renderer_version,
+            end_of_turn=renderer.stop_ids,
+        )  # fmt: skip
+
+    # -- context
+
+    async def _plan(self, session: Session, request: ChatRequest, renderer: Renderer) -> Plan:
+        """The prompt. Before it is concluded that nothing is continued, the log is asked for what others captured."""
+        head = head_of(request)
+        key = head_key(head)
+        made = await self._make(session, request, renderer, head, key)
+        if _doubtful(made) and await self.sessions.refresh(session):
+            made = await self._make(session, request, renderer, head, key)
+        return made
+
+    async def _make(self, session: Session, request: ChatRequest, renderer: Renderer, head: Head, key: bytes) -> Plan:
+        keep = session.key.sampling.thinking == "keep"
+        size = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, Text))
+        if size > self.settings.proxy_thread_bytes:
+            return await asyncio.to_thread(plan, session.index, request, renderer, head, key, keep=keep)
+        return plan(session.index, request, renderer, head, key, keep=keep)
+
+    async def _expanded(self, session: Session, request: ChatRequest) -> ChatRequest:
+        """The conversation that `previous_response_id` names, before the new input."""
+        told = request.hints.previous_response
+        if not told:
+            return request
+        node = session.index.nodes.get(completion_of(told))
+        if node is None and await self.sessions.refresh(session):
+            node = session.index.nodes.get(completion_of(told))
+        if node is None:
+            raise RequestError(f"{told!r} isn't a response of this session", status=404, path="previous_response_id")
+        before = node.conversation()
+        fresh = list(request.messages)
+        if fresh and fresh[0].role in ("system", "developer"):
+            kept = [m for m in before if m.role not in ("system", "developer")]
+            leading = [m for m in fresh if m.role in ("system", "developer")]
+            before = leading + kept if leading != before[: len(leading)] else before
+            fresh = fresh[len(leading) :]
+        return replace(request, messages=(*before, *fresh))
+
+    def _images(self, request: ChatRequest) -> tuple[ChatRequest, tuple[str, ...]]:
+        """Images that the engine can't see become a placeholder, if that's wanted; else they're refused."""
+        at = [i for i, m in enumerate(request.messages) if any(isinstance(p, Image) for p in m.parts)]
+        if not at:
+            return request, ()
+        if self.settings.proxy_images == "refuse":
+            raise RequestError("the model takes no images", path=f"messages[{at[0]}].content")
+        messages = tuple(_placeholders(m) for m in request.messages)
+        return replace(request, messages=messages), tuple(f"messages[{i}].image" for i in at)
+
+    # -- retries
+
+    async def _decide(self, session: Session, request: ChatRequest) -> Decision:
+        marked = request.hints.retry > 0
+        if marked:
+            await self.sessions.refresh(session)
+        while True:
+            earlier = _earlier(session.index, request.raw_hash)
+            decision = decide(earlier, marked=marked, rejected=session.index.rejected[request.raw_hash])
+            if decision.action != "wait":
+                break
+            settled = session.settled
+            await settled.wait()
+        if decision.consumed:
+            session.index.rejected[request.raw_hash] -= 1
+        return decision
+
+    async def _replay(
+        self, exchange: Exchange, dialect: Dialect, session: Session, request: ChatRequest, node: Node
+    ) -> None:
+        """The recorded answer in the form now asked for."""
+        nodes = session.index.choices(node)
+        for one in nodes:
+            one.replays += 1
+        METRICS.replayed.inc()
+        renderer = self.renderers.by(session.key.sampling.thinking)
+        replies = [reply_of(n, None, renderer, tokens=request.sampling.logprobs) for n in nodes]
+        if request.stream:
+            await exchange.start(200, SSE)
+            await exchange.send(_restreamed(dialect, request, nodes, replies), more=False)
+        else:
+            await exchange.answer(200, {"content-type": "application/json"}, dialect.encode(replies, request))
+        if not exchange.gone:
+            for one in nodes:
+                one.delivery = "delivered"
+                session.delivered.append(one.completion)
+
+    # -- refusals
+
+    @property
+    def count_running(self) -> int:
+        """Generation calls under way."""
+        return self._count
+
+    async def refuse(self, exchange: Exchange, dialect: Dialect, key: SessionKey, error: PolarError) -> None:
+        """Answer and record a refusal of a request that wasn't even read."""
+        session = self.sessions.known(key.session, key.attempt)
+        await self._refuse(exchange, dialect, key, session, None, error)
+
+    async def _refuse(
+        self, exchange: Exchange, dialect: Dialect, key: SessionKey, session: Session | None,
+        request: ChatRequest | None, error: PolarError,
+    ) -> None:  # fmt: skip
+        status, headers, body = dialect.error(error)
+        reason = error.reason if isinstance(error, Refused) else _reason(error, status)
+        METRICS.rejected.labels(reason).inc()
+        if session is not None and request is not None and status in (429, 503):
+            session.index.rejected[request.raw_hash] += 1
+        if not exchange.started:
+            await exchange.answer(status, headers, body)
+        await self.publisher.rejected(key, session, dialect.name, status, reason, str(error))
+
+    # -- other questions
+
+    async def count(
+        self, dialect: Dialect, route: Route, key: SessionKey, headers: Mapping[str, str], body: bytes
+    ) -> bytes:
+        """Tokens that a request would be prompted with. Nothing is recorded."""
+        self._open(key)
+        request = await self._parse(dialect, route, headers, body)
+        session = await self.sessions.get(key)
+        request, _ = self._images(await self._expanded(session, request))
+        renderer = self.renderers.by(key.sampling.thinking)
+        head = head_of(request)
+        made = await self._make(session, request, renderer, head, head_key(head))
+        return dialect.count(len(made.prompt))
+
+    def models(self, dialect: Dialect, route: Route, key: SessionKey) -> bytes:
+        """The listing. An unknown name is the policy's too, unless that is refused."""
+        capabilities = self.pool.capabilities
+        names = list(dict.fromkeys([key.model, *([capabilities.model] if capabilities else [])]))
+        if route.model and route.model not in names and self.settings.proxy_unknown_model == "serve":
+            names.append(route.model)
+        return dialect.models(names, self.window, route)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new and wait for what runs."""
+        self.draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._count and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+
+def _doubtful(made: Plan) -> bool:
+    """Whether another instance may know a call that this request continues, or a longer one."""
+    if made.parent is None:
+        return True
+    new = made.request.messages[made.parent.position + 1 :]
+    return any(m.role == "assistant" for m in (new[:-1] if made.request.prefill else new))
+
+
+def _earlier(index: SessionIndex, request_hash: str) -> list[Earlier]:
+    found = [
+        Earlier(n.completion, "captured", gone=n.delivery == "undelivered", delivery=n.delivery,
+                extended=n.extended, replays=n.replays)
+        for n in index.by_hash.get(request_hash, ()) if not n.choice
+    ]  # fmt: skip
+    found += [Earlier("", "aborted", gone=True)] * index.aborted[request_hash]
+    for live in index.live.values():
+        if live.request_hash == request_hash:
+            found.append(Earlier(live.completion, "committing" if live.committing else "running", gone=live.gone))
+    return found
+
+
+def _restreamed(dialect: Dialect, request: ChatRequest, nodes: Sequence[Node], replies: Sequence[Reply]) -> bytes:
+    minted = [Minted(n.completion, n.created) for n in nodes]
+    encoder = dialect.encoder(request, minted)
+    frames: list[Frame] = encoder.start(Usage(nodes[0].usage.prompt_tokens))
+    for number, reply in enumerate(replies):
+        for event in events_of(reply.parts):
+            frames += encoder.feed(event, number)
+        frames += encoder.finish(reply, number)
+    total = replace(
+        nodes[0].usage,
+        completion_tokens=sum(n.usage.completion_tokens for n in nodes),
+        reasoning_tokens=sum(n.usage.reasoning_tokens for n in nodes),
+    )
+    frames += encoder.end(total)
+    return b"".join(f.data for f in frames)
+
+
+def _placeholders(message: Message) -> Message:
+    parts = tuple(Text("[image]") if isinstance(p, Image) else p for p in message.parts)
+    return replace(message, parts=parts)
+
+
+def _reason(error: PolarError, status: int) -> str:
+    names = {401: "unauthorised", 404: "not_found", 409: "sealed", 413: "too_large", 429: "busy", 503: "unavailable"}
+    if isinstance(error, RenderError):
+        return "unrenderable"
+    return names.get(status, "malformed" if status < 500 else "error")
