@@ -11,6 +11,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -80,6 +81,7 @@ class Scheduler:
         self._timers = Timers()
         self._unburied: list[tuple[Stored, Poison]] = []
         self._yield_until = 0.0
+        self._ended = False
 
     @property
     def ready(self) -> bool:
@@ -100,6 +102,8 @@ class Scheduler:
             for task in done:
                 task.result()
         finally:
+            # Python 3.11's `wait_for`, deep in the client, may swallow a cancellation; so the loops look for themselves.
+            self._ended = True
             await cancel_and_wait(*work, stopping)
 
     async def seen(self, sequence: int, timeout: float = 10.0) -> bool:
@@ -109,7 +113,8 @@ class Scheduler:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append((sequence, waiter))
         try:
-            await asyncio.wait_for(waiter, timeout)
+            async with asyncio.timeout(timeout):
+                await waiter
         except TimeoutError:
             return False
         finally:
@@ -123,6 +128,8 @@ class Scheduler:
         async for stored in follow(
             self._bus, self._stream, self._filters, on_caught_up=self._on_caught_up, on_alive=self._on_alive
         ):
+            if self._ended:
+                return
             self._fold(stored)
             count += 1
             if count % 64 == 0:
@@ -156,6 +163,8 @@ class Scheduler:
         """A session of which a message went to a dead letter ends as `infra_error`, cause `poison`."""
         await self._caught_up.wait()
         async for stored in follow(self._bus, DLQ, ["polar.dlq.>"]):
+            if self._ended:
+                return
             found = verdict(stored.body, self._build)
             if found is not None:
                 self.world.poison(found.session, found.reason, build=found.build, attempt=found.attempt)
@@ -165,7 +174,7 @@ class Scheduler:
 
     async def _deciding(self) -> None:
         await self._caught_up.wait()
-        while True:
+        while not self._ended:
             await self._work_or_time()
             await self._step()
 
@@ -175,10 +184,9 @@ class Scheduler:
             await asyncio.sleep(self._yield_until - now)
             return
         timeout = self._timers.next_at - now
-        try:
-            await asyncio.wait_for(self._wake.wait(), None if math.isinf(timeout) else max(0.0, timeout))
-        except TimeoutError:
-            pass
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if math.isinf(timeout) else max(0.0, timeout)):
+                await self._wake.wait()
 
     async def _step(self) -> None:
         self._wake.clear()
