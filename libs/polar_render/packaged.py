@@ -201,9 +201,15 @@ class PackagedRenderer:
     # -- the package's side
 
     def _package(self, use: _Use, args: Mapping[str, Json]) -> _Package:
-        """The package's renderer under template arguments. Raises RenderError on arguments it doesn't know."""
+        """The package's renderer under template arguments. Raises RenderError on arguments it doesn't know.
+
+        `enable_thinking` alone is what harnesses send to any model: a format that never thinks leaves it unread, as a
+        template would.
+        """
         import renderers
 
+        known = type(self._configs[use]).template_field_names()
+        args = {k: v for k, v in args.items() if k in known or k != "enable_thinking"}
         key = use, dump(dict(args)) if args else b""
         if key not in self._made:
             try:

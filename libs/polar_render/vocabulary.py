@@ -11,7 +11,10 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +25,12 @@ from polar_common.errors import ConfigError
 from .messages import Json
 
 __all__ = ["TextDecoder", "Vocabulary", "eos_ids", "read_json"]
+
+_LONG = 512
+"""Characters from which a stretch between two added tokens is worth remembering."""
+_REMEMBERED = 4_000_000
+"""Characters that one tokenizer remembers at most. System prompts and tool lists are the same in every session of a
+task, and the history of a chain that has to be rendered anew is mostly known."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
@@ -57,6 +66,20 @@ def _decoder_kinds(decoder: Json) -> set[str]:
     for item in inner if isinstance(inner, list) else []:
         kinds |= _decoder_kinds(item)
     return kinds
+
+
+def _alternatives(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern for any of the tokens, the longest where several fit."""
+    words = sorted((re.escape(t) for t in tokens), key=len, reverse=True)
+    return re.compile("|".join(words)) if words else None
+
+
+def _splits_cleanly(spec: dict[str, Json], added: list[dict[str, Json]]) -> bool:
+    """Whether text between added tokens is tokenised on its own: byte-level, as it stands, and no token eats blanks."""
+    greedy = any(t.get(flag) for t in added for flag in ("lstrip", "rstrip", "single_word"))
+    first = spec.get("pre_tokenizer")
+    prefixed = 'add_prefix_space": true' in json.dumps(first)
+    return not greedy and not prefixed and spec.get("normalizer") is None and "ByteLevel" in json.dumps(first)
 
 
 def _ids_of(value: Json) -> list[int]:
@@ -107,6 +130,9 @@ class Vocabulary:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._encode = tokenizer.encode_batch_fast
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._known_size = 0
+        self._lock = threading.Lock()
         spec = cast(dict[str, Json], json.loads(tokenizer.to_str()))
         self.fingerprint = fingerprint or hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
         added = cast(list[dict[str, Json]], spec.get("added_tokens") or [])
@@ -119,8 +145,8 @@ class Vocabulary:
         self._metaspace = bool(kinds & {"Metaspace", "ByteFallback", "Replace"})
         self._table: dict[int, bytes] = {}
         self.size = tokenizer.get_vocab_size(with_added_tokens=True)
-        words = sorted((re.escape(t) for t in self.special), key=len, reverse=True)
-        self._specials = re.compile("|".join(words)) if words else None
+        self._specials = _alternatives(self.special)
+        self._borders = _alternatives(self.added) if _splits_cleanly(spec, added) else None
 
     @classmethod
     def load(cls, directory: Path) -> Vocabulary:
@@ -137,7 +163,43 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, special tokens in it recognised, none added."""
-        return self._encode([text], add_special_tokens=False)[0].ids
+        if len(text) < _LONG or self._borders is None:
+            return self._encode([text], add_special_tokens=False)[0].ids
+        ids: list[int] = []
+        done = 0
+        for start, end in self._long_stretches(text, self._borders):
+            if done < start:
+                ids += self._encode([text[done:start]], add_special_tokens=False)[0].ids
+            ids += self._remembered(text[start:end])
+            done = end
+        if done < len(text):
+            ids += self._encode([text[done:]], add_special_tokens=False)[0].ids
+        return ids
+
+    @staticmethod
+    def _long_stretches(text: str, borders: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+        """Long stretches of text between added tokens, which the tokenizer never looks across."""
+        at = 0
+        for match in borders.finditer(text):
+            if match.start() - at >= _LONG:
+                yield at, match.start()
+            at = match.end()
+        if len(text) - at >= _LONG:
+            yield at, len(text)
+
+    def _remembered(self, text: str) -> array[int]:
+        with self._lock:
+            if (known := self._known.get(text)) is not None:
+                self._known.move_to_end(text)
+                return known
+        ids = array("i", self._encode([text], add_special_tokens=False)[0].ids)
+        with self._lock:
+            if text not in self._known and len(text) <= _REMEMBERED // 4:
+                self._known[text] = ids
+                self._known_size += len(text)
+                while self._known_size > _REMEMBERED:
+                    self._known_size -= len(self._known.popitem(last=False)[0])
+        return ids
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)

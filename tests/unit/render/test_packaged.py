@@ -112,6 +112,12 @@ def test_plain_text_is_read_by_the_packages_own_parser(packaged: dict[str, Rende
     assert parser.answer().parts == (Text("sure"),)
 
 
+def test_a_format_that_never_thinks_takes_a_harnesss_wish_to_think(packaged: dict[str, Renderer]) -> None:
+    for enabled in (True, False):
+        head = Head(template_args={"enable_thinking": enabled})
+        assert packaged["llama-3"].render([ASK], head) == packaged["llama-3"].render([ASK], Head())
+
+
 def test_a_format_without_an_end_of_its_own_is_not_exact(packaged: dict[str, Renderer]) -> None:
     renderer = packaged["glm-4.5"]
     assert not renderer.prove().exact and renderer.close_ids == ()

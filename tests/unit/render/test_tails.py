@@ -13,7 +13,7 @@ from polar_common.errors import RenderError
 from polar_render import ModelProfile, load_renderer
 from polar_render.base import Head, Renderer
 from polar_render.canonical import same_message
-from polar_render.messages import Image, Message, Text, Thinking, ToolCall, ToolSpec
+from polar_render.messages import Image, Message, Text, Thinking, ToolCall, ToolSpec, text_of
 
 WRITE = ToolSpec("write", "writes a file", {"type": "object", "properties": {"path": {"type": "string"}}})
 PATCH = ToolSpec("apply_patch", "changes files", custom=True, grammar={"syntax": "lark", "definition": "start: line+"})
@@ -72,9 +72,11 @@ def test_growing_by_tails_equals_rendering_in_full(
         tail = renderer.tail(history, answer, new, head)
         assert tail is not None
         full = renderer.render([*history, answer, *new], head)
-        sampled = full[len(context) : -len(tail)]
-        assert full == [*context, *sampled, *tail]
-        assert sampled[-1] in renderer.stop_ids
+        assert full[-len(tail) :] == tail
+        assert full[-len(tail) - 1] in renderer.stop_ids
+        # Blanks at the start of an answer join the prompt's line break in one token: no sample spells that.
+        joined = not answer.thinking and text_of(answer)[:1].isspace()
+        assert joined or full[: len(context)] == context
         context = full
 
 
