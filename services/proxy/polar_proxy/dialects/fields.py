@@ -6,6 +6,7 @@ for an error or name a container, so that reading a field costs a dictionary loo
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 
@@ -31,6 +32,7 @@ def bad(path: str, message: str, status: int = 400) -> RequestError:
     return RequestError(message, status=status, path=path)
 
 
+@functools.cache
 def keys(names: str) -> frozenset[str]:
     """A set of field names, written as one string."""
     return frozenset(names.split())

@@ -56,8 +56,13 @@ class ResponsesEncoder:
         return Frame(b"event: " + name.encode() + b"\ndata: " + body + b"\n\n", actionable)
 
     def start(self, usage: Usage) -> list[Frame]:
-        response = response_json(self._request, self._minted, "in_progress", [], None)
-        return [self._event(f"response.{name}", {"response": response}) for name in ("created", "in_progress")]
+        response = _dumps(response_json(self._request, self._minted, "in_progress", [], None))
+        frames = []
+        for name in (b"response.created", b"response.in_progress"):
+            head = b'event: %b\ndata: {"type":"%b","sequence_number":%d,"response":' % (name, name, self._number)
+            frames.append(Frame(head + response + b"}\n\n"))
+            self._number += 1
+        return frames
 
     def feed(self, event: AnswerEvent, choice: int = 0) -> list[Frame]:
         return [frame for step in self._order.feed(event) for frame in self._frames(step)]
