@@ -102,7 +102,7 @@ class Scheduler:
             for task in done:
                 task.result()
         finally:
-            # Python 3.11's `wait_for`, deep in the client, may swallow a cancellation; so the loops look for themselves.
+            # Python 3.11's `wait_for`, deep in the client, may swallow a cancellation: so the loops look, too.
             self._ended = True
             await cancel_and_wait(*work, stopping)
 
