@@ -17,7 +17,7 @@ from pathlib import Path
 from polar_common.errors import ResourceExhausted, RuntimeFault
 from polar_runtime.beneath import Beneath
 
-__all__ = ["Entry", "entries", "pack_dir", "pack_files", "to_tar"]
+__all__ = ["Entry", "entries", "key", "pack_dir", "pack_files", "to_tar"]
 
 _MAX_ENTRIES = 200_000
 
@@ -101,6 +101,13 @@ def _entry(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str, files: dict
     return Entry(path, mode, data=content)
 
 
+def key(asked: str, relative: str, found: bytes) -> str:
+    """The name under which a downloaded file is returned: as it was asked for, with what lies below."""
+    name = os.fsdecode(found)
+    below = name if relative == "." else name[len(posixpath.normpath(relative)) :].lstrip("/")
+    return f"{asked.rstrip('/')}/{below}" if below else asked
+
+
 def _clean(path: str, *, absolute: bool) -> str:
     parts = path.split("/")
     if "\0" in path or ".." in parts or (path.startswith("/") and not absolute):
@@ -124,8 +131,9 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
 def pack_dir(directory: Path) -> bytes:
     """A tar archive of a directory's files and links, `.git` left out; the same tree gives the same bytes."""
     found = []
-    for node in Beneath(directory).nodes():
-        path, data = os.fsdecode(node.path), node.read()
+    root = Beneath(directory)
+    for node in root.nodes():
+        path, data = os.fsdecode(node.path), root.content(node)
         if node.mode == "120000":
             found.append(Entry(path, target=os.fsdecode(data)))
         else:

@@ -1,6 +1,7 @@
 """Files below a directory that an agent can write: every path is walked by file descriptor, and no link is followed.
 
 A check by name would leave a moment in which the agent swaps a directory for a link to somewhere else on the host.
+Standard library only: `courier.py` uses this file inside containers.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from polar_common.errors import ResourceExhausted, RuntimeFault
-from polar_runtime.gitstore import Change, Node
-
-__all__ = ["Beneath", "remove_tree"]
+__all__ = ["Beneath", "Found", "Outside", "TooMuch", "remove_tree"]
 
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_DEPTH = 200
@@ -26,8 +25,25 @@ _MAX_FILE = 1 << 30
 _RACY_NS = 50_000_000
 
 
+class Outside(Exception):
+    """A path that isn't below the directory."""
+
+
+class TooMuch(Exception):
+    """More files, levels or bytes than anybody needs."""
+
+
+class Found(NamedTuple):
+    """A file or link: git's mode, size in bytes, and a stamp that changes with the content; None where it may not."""
+
+    path: bytes
+    mode: str
+    size: int
+    stamp: tuple[int, ...] | None
+
+
 class Beneath:
-    """Blocking. Paths are relative, as bytes or text, without `..`; anything else raises `RuntimeFault`."""
+    """Blocking. Paths are relative, as bytes or text, without `..`; anything else raises `Outside`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -47,7 +63,7 @@ class Beneath:
                     raise OSError(f"not a regular file: {path!r}")
                 data = stream.read(max_bytes + 1)
         if len(data) > max_bytes:
-            raise ResourceExhausted(f"{path!r} is larger than {max_bytes >> 20} MiB", "disk")
+            raise TooMuch(f"{path!r} is larger than {max_bytes} bytes")
         return data
 
     def write(self, path: str | bytes, data: bytes, mode: int = 0o644) -> None:
@@ -84,33 +100,28 @@ class Beneath:
             except OSError:
                 return
 
-    def apply(self, changes: list[Change]) -> None:
-        """Make the changes of a patch."""
-        for change in changes:
-            if change.data is None:
-                self.remove(change.path)
-            elif change.mode == "120000":
-                self.link(change.path, change.data)
-            else:
-                self.write(change.path, change.data, 0o755 if change.mode == "100755" else 0o644)
+    def target(self, path: str | bytes) -> bytes:
+        """Where a symbolic link points to."""
+        *parents, name = _parts(path)
+        with self._directory(parents) as fd:
+            return os.readlink(name, dir_fd=fd)
 
-    def files(self, path: str | bytes) -> list[bytes]:
-        """Regular files at or below a path, sorted, relative to the root."""
-        prefix = b"/".join(_parts(path)) if path not in ("", b"", ".", b".") else b""
-        return [n.path for n in self.nodes(prefix) if n.mode != "120000"]
+    def content(self, found: Found) -> bytes:
+        """A file's content or a link's target."""
+        return self.target(found.path) if found.mode == "120000" else self.read(found.path)
 
-    def nodes(self, below: bytes = b"") -> list[Node]:
-        """All files and links, sorted by path; `.git` entries, empty directories and special files left out.
+    def nodes(self, below: str | bytes = b".") -> list[Found]:
+        """All files and links at or below a path, sorted; `.git` entries, empty directories and special files left out.
 
-        `ResourceExhausted` above a million entries or 200 levels.
+        `TooMuch` above a million entries or 200 levels.
         """
-        found: list[Node] = []
+        found: list[Found] = []
         fresh = time.time_ns() - _RACY_NS
-        stack = [below]
+        stack = [b"" if below in ("", b"", ".", b".") else b"/".join(_parts(below))]
         while stack:
             directory = stack.pop()
             if directory.count(b"/") > _MAX_DEPTH or len(found) > _MAX_NODES:
-                raise ResourceExhausted("the working directory is nested too deep or holds too many files", "disk")
+                raise TooMuch("a directory is nested too deep or holds too many files")
             try:
                 entries = self._entries(directory)
             except NotADirectoryError:
@@ -120,10 +131,9 @@ class Beneath:
             for path, info in self._stats(entries):
                 if stat.S_ISDIR(info.st_mode):
                     stack.append(path)
-                elif (node := self._node(path, info, fresh)) is not None:
-                    found.append(node)
-        found.sort(key=lambda n: n.path)
-        return found
+                elif (one := _found(path, info, fresh)) is not None:
+                    found.append(one)
+        return sorted(found, key=lambda f: f.path)
 
     def _entries(self, directory: bytes) -> list[bytes]:
         with self._directory(_parts(directory) if directory else []) as fd:
@@ -137,20 +147,6 @@ class Beneath:
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     yield path, os.stat(path.rpartition(b"/")[2], dir_fd=fd, follow_symlinks=False)
-
-    def _node(self, path: bytes, info: os.stat_result, fresh: int) -> Node | None:
-        stamp = (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) if info.st_ctime_ns < fresh else None
-        if stat.S_ISREG(info.st_mode):
-            mode = "100755" if info.st_mode & 0o100 else "100644"
-            return Node(path, mode, info.st_size, lambda: self.read(path), stamp)
-        if stat.S_ISLNK(info.st_mode):
-            return Node(path, "120000", info.st_size, lambda: self._target(path), stamp)
-        return None
-
-    def _target(self, path: bytes) -> bytes:
-        *parents, name = _parts(path)
-        with self._directory(parents) as fd:
-            return os.readlink(name, dir_fd=fd)
 
     @contextlib.contextmanager
     def _directory(self, parts: list[bytes], make: bool = False) -> Iterator[int]:
@@ -171,11 +167,18 @@ class Beneath:
             os.close(fd)
 
 
+def _found(path: bytes, info: os.stat_result, fresh: int) -> Found | None:
+    stamp = (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) if info.st_ctime_ns < fresh else None
+    if stat.S_ISREG(info.st_mode):
+        return Found(path, "100755" if info.st_mode & 0o100 else "100644", info.st_size, stamp)
+    return Found(path, "120000", info.st_size, stamp) if stat.S_ISLNK(info.st_mode) else None
+
+
 def _parts(path: str | bytes) -> list[bytes]:
     raw = os.fsencode(path)
     parts = [p for p in raw.split(b"/") if p not in (b"", b".")]
     if raw.startswith(b"/") or b".." in parts or b"\0" in raw or not parts:
-        raise RuntimeFault(f"not a path below the directory: {raw[:200]!r}")
+        raise Outside(f"not a path below the directory: {raw[:200]!r}")
     return parts
 
 

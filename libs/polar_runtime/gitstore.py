@@ -65,6 +65,11 @@ class GitStore:
         self._known: dict[bytes, tuple[tuple[int, ...], str]] = {}
         self._serial = 0
 
+    def unread(self, path: bytes, stamp: tuple[int, ...] | None) -> bool:
+        """Whether `write` would read this file: it is new or may have changed."""
+        seen = self._known.get(path)
+        return seen is None or stamp is None or seen[0] != stamp
+
     def write(self, nodes: Iterable[Node]) -> str:
         """Store a tree; returns its id. `ResourceExhausted` where the files exceed `max_bytes`."""
         self._ready()
@@ -98,9 +103,8 @@ class GitStore:
         return self._run("rev-parse", f"{ref}^{{tree}}").decode().strip()
 
     def _put(self, pipe: IO[bytes], node: Node, known: dict[bytes, tuple[tuple[int, ...], str]]) -> None:
-        seen = self._known.get(node.path)
-        if seen is not None and node.stamp is not None and seen[0] == node.stamp:
-            known[node.path] = seen
+        if not self.unread(node.path, node.stamp):
+            seen = known[node.path] = self._known[node.path]
             pipe.write(b"M %s %s %s\n" % (node.mode.encode(), seen[1].encode(), _quoted(node.path)))
             return
         try:

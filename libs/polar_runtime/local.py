@@ -22,7 +22,7 @@ from pathlib import Path
 
 from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_common.tasks import cancel_and_wait, spawn
-from polar_runtime import archive, bwrap, cgroup, ledger, procs
+from polar_runtime import bwrap, cgroup, ledger
 from polar_runtime.base import (
     RELAY_PORT,
     ExecResult,
@@ -34,8 +34,10 @@ from polar_runtime.base import (
     checked_argv,
     checked_env,
 )
-from polar_runtime.beneath import Beneath, remove_tree
+from polar_runtime.beneath import remove_tree
 from polar_runtime.gitstore import Change, Node
+from polar_runtime.handle import ProcessHandle
+from polar_runtime.hostfiles import HostFiles
 from polar_runtime.output import Output
 from polar_runtime.process import Ended, Process
 from polar_runtime.sampler import Sampler
@@ -264,44 +266,18 @@ class LocalRuntime(Runtime):
         base |= {"USER": "agent", "LOGNAME": "agent", ledger.VARIABLE: self.spec.label}
         return {**base, **self.spec.env, **checked_env(env or {}), ledger.VARIABLE: self.spec.label}
 
-    def _find(self, path: str) -> tuple[Beneath, str]:
-        """The host directory and relative path of an inside path."""
+    def _files(self) -> HostFiles:
         places = self._places
-        if not path.startswith("/"):
-            return Beneath(places.work), path
         tmp = "/tmp" if self._isolated else str(places.tmp)
-        for inside, host in ((self.workdir, places.work), (self.home, places.home), (tmp, places.tmp)):
-            if path == inside or path.startswith(inside.rstrip("/") + "/"):
-                return Beneath(host), path[len(inside) :].strip("/") or "."
-        raise RuntimeFault(f"{path} is in neither the working directory nor HOME nor /tmp")
+        return HostFiles(
+            {self.workdir: places.work, self.home: places.home, tmp: places.tmp}, self.spec.limits.disk_mb << 20
+        )
 
     async def upload(self, data: bytes | Mapping[str, bytes], dest: str | None = None) -> None:
-        await asyncio.to_thread(self._upload, data, dest or self.workdir)
-
-    def _upload(self, data: bytes | Mapping[str, bytes], dest: str) -> None:
-        limit = self.spec.limits.disk_mb << 20
-        for entry in archive.entries(data, max_bytes=limit):
-            path = entry.path if entry.path.startswith("/") else f"{dest.rstrip('/')}/{entry.path}"
-            root, relative = self._find(path)
-            try:
-                entry.write(root, relative)
-            except OSError as error:
-                raise RuntimeFault(f"cannot write {path}: {error.strerror}") from error
+        await asyncio.to_thread(self._files().upload, data, dest or self.workdir)
 
     async def download(self, paths: Sequence[str], *, max_bytes: int = 64 << 20) -> dict[str, bytes]:
-        return await asyncio.to_thread(self._download, paths, max_bytes)
-
-    def _download(self, paths: Sequence[str], max_bytes: int) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
-        for path in paths:
-            root, relative = self._find(path)
-            for file in root.files(relative):
-                name = os.fsdecode(file)
-                key = path if relative != "." and name == relative else f"{path.rstrip('/')}/{_below(name, relative)}"
-                left = max_bytes - sum(map(len, found.values()))
-                with contextlib.suppress(OSError):
-                    found[key] = root.read(file, max(0, left))
-        return found
+        return await asyncio.to_thread(self._files().download, paths, max_bytes)
 
     async def cancel(self) -> None:
         for handle in list(self._running):
@@ -339,43 +315,10 @@ class LocalRuntime(Runtime):
         return self._places.git
 
     async def _tree(self) -> list[Node]:
-        return await asyncio.to_thread(Beneath(self._places.work).nodes)
+        return await asyncio.to_thread(self._files().nodes)
 
     async def _apply(self, changes: Sequence[Change]) -> None:
-        await asyncio.to_thread(Beneath(self._places.work).apply, list(changes))
-
-
-class ProcessHandle:
-    """One running `exec`. `skip`: how many processes at the top of the tree are bubblewrap's own."""
-
-    def __init__(self, pid: int, skip: int) -> None:
-        self.id = procs.ProcessId.of(pid) or procs.ProcessId(pid, 0)
-        self._skip = skip
-
-    def members(self, most: int = 1 << 22) -> list[int]:
-        """The command's processes, the relay among them; cut short once there are more than `most`."""
-        return procs.tree(self.id.pid, most + self._skip)[self._skip :] if self.id.alive() else []
-
-    async def terminate(self) -> None:
-        """SIGTERM to all."""
-        procs.send(self.members(), 15)
-
-    async def kill(self) -> None:
-        """SIGKILL to all, bubblewrap included, forking or not."""
-        await asyncio.to_thread(procs.kill_namespace if self._skip else procs.kill_tree, self.id)
-
-    async def end(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL after `grace` seconds."""
-        await self.terminate()
-        for _ in range(int(grace / 0.05)):
-            if not self.id.alive():
-                return
-            await asyncio.sleep(0.05)
-        await self.kill()
-
-
-def _below(name: str, relative: str) -> str:
-    return name if relative == "." else name[len(relative) :].lstrip("/")
+        await asyncio.to_thread(self._files().apply, changes)
 
 
 def _number(text: str) -> int:
