@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ from pydantic import SecretStr
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Worker
+from polar_common.errors import RuntimeUnavailable
 from polar_common.events import (
     CompletionCaptured,
     EngineFacts,
@@ -24,15 +31,17 @@ from polar_common.events import (
     SessionCancelRequested,
     SessionQueued,
 )
-from polar_common.ids import session_id, task_id
-from polar_common.packing import pack
+from polar_common.ids import new_id, session_id, task_id
+from polar_common.packing import BlobRef, pack
 from polar_common.session_state import SessionState, fold
 from polar_common.task_spec import HarnessSpec, TaskSpec
-from polar_common.topology import work_consumer
+from polar_common.topology import Topology, consumers, work_consumer
 from polar_gateway.handlers import Gateway
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext
 from polar_gateway.house import House, make_house
 from polar_gateway.settings import GatewaySettings
 from polar_runtime import pack_files
+from polar_runtime.local import LocalRuntime
 
 SECRET = "a secret for tests only"
 
@@ -51,7 +60,13 @@ def script(text: str, *, name: str = "t", **fields: Any) -> TaskSpec:
 
 
 async def release(
-    bus: Bus, spec: TaskSpec, *, index: int = 0, attempt: int = 1, session_deadline: datetime | None = None
+    bus: Bus,
+    spec: TaskSpec,
+    *,
+    index: int = 0,
+    attempt: int = 1,
+    session_deadline: datetime | None = None,
+    files: BlobRef | None = None,
 ) -> str:
     """Accept (for the first attempt) and queue one session; returns its id."""
     task = task_id("s1", "run", spec.id)
@@ -59,7 +74,6 @@ async def release(
     about: dict[str, Any] = {"session": session, "run": "run", "task": task}
     if attempt == 1:
         await bus.once(SessionAccepted(**about, attempt=0, index=index, work_class=spec.runtime.queue_class))
-    files = None
     if spec.files:
         packed = pack_files({path: text.encode() for path, text in spec.files.items()})
         files = await Blobs(bus, "s1").put(packed)
@@ -153,3 +167,98 @@ async def gateway(
         following.cancel()
         await worker.abandon()
         await asyncio.gather(working, following, return_exceptions=True)
+
+
+async def short_leases(bus: Bus, lease_s: float) -> None:
+    """Make the work consumers anew with a short ack wait."""
+    for consumer in consumers(Topology(lease_s=lease_s)):
+        if consumer.owner == "gateway":
+            await bus.js.delete_consumer(consumer.stream, consumer.durable)
+            await bus.js.add_consumer(consumer.stream, consumer.config())
+
+
+@contextmanager
+def process(url: str, tmp_path: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A gateway as a process of its own, ready; killed at the end of the block if it still runs."""
+    ready = tmp_path / f"ready-{new_id()[:6]}.json"
+    env = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": ":".join(p for p in sys.path if p),
+        "POLAR_NATS": url,
+        "POLAR_DATA": str(tmp_path),
+        "POLAR_SECRET": SECRET,
+        "POLAR_READY_FILE": str(ready),
+        **{f"POLAR_{name.upper()}": str(value) for name, value in options.items()},
+    }
+    program = "from polar_gateway.app import run; run()"
+    log = (tmp_path / f"{ready.stem}.log").open("wb")
+    with log, subprocess.Popen([sys.executable, "-c", program], env=env, stdout=log, stderr=log) as started:
+        try:
+            for _ in range(400):
+                if ready.exists() or started.poll() is not None:
+                    break
+                time.sleep(0.05)
+            assert started.poll() is None and ready.exists(), (tmp_path / f"{ready.stem}.log").read_text()[-2000:]
+            yield started
+        finally:
+            if started.poll() is None:
+                started.kill()
+
+
+def running(marker: str) -> list[int]:
+    """Processes of this host with `marker` in their command line."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            try:
+                line = Path(f"/proc/{entry}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if marker.encode() in line:
+                found.append(int(entry))
+    return found
+
+
+async def there(marker: str, timeout: float = 10.0) -> bool:
+    """Whether one starts in time."""
+    for _ in range(int(timeout / 0.05)):
+        if running(marker):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def gone(marker: str, timeout: float = 10.0) -> bool:
+    """Whether all of them end in time."""
+    for _ in range(int(timeout / 0.05)):
+        if not running(marker):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def hostile_archive() -> bytes:
+    """A tar that would write outside the working directory."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        info = tarfile.TarInfo("../../outside.txt")
+        info.size = 1
+        tar.addfile(info, io.BytesIO(b"x"))
+    return out.getvalue()
+
+
+class Unavailable(LocalRuntime):
+    """A host without the image."""
+
+    async def start(self) -> None:
+        raise RuntimeUnavailable("no such image", "image")
+
+
+class Broken(Harness):
+    """A user's adapter with a defect."""
+
+    name = "broken"
+    version = "0"
+
+    def launch(self, ctx: LaunchContext) -> Launch:
+        raise KeyError("boom")

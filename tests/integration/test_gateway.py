@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
+import gateway_kit as kit
 import pytest
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
+from polar_common.ids import new_id
 from polar_common.keys import verify
 from polar_common.packing import BlobRef
-import gateway_kit as kit
+from polar_common.task_spec import HarnessSpec, TaskSpec
+from polar_gateway.house import House
 
 pytestmark = pytest.mark.nats
 
@@ -61,3 +65,170 @@ async def test_the_session_key_says_who_calls_and_for_how_long(bus: Bus, tmp_pat
     assert claimed is not None
     assert 0 <= key.expires - claimed.attempt_deadline.timestamp() <= 62
     assert (out / "url").read_text().strip().endswith(f"/s/{(out / 'key').read_text().strip()}/v1")
+
+
+async def test_a_timeout_yields_what_was_done_and_ends_the_tree(bus: Bus, tmp_path: Path) -> None:
+    mark = new_id()
+    stubborn = f"python3 -c 'import signal, time; signal.signal(15, 1); time.sleep(300)' {mark}"
+    text = f"echo partial > out.txt; echo told; {stubborn} & sleep 300"
+    spec = kit.script(text, limits={"attempt_s": 2, "postrun_reserve_s": 0.2})
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, spec)
+        state = await kit.over(bus, session)
+        assert await kit.gone(mark)
+    attempt = state.attempts[1]
+    assert attempt.exited is not None and attempt.artifacts is not None and attempt.sealed is not None
+    assert (attempt.sealed.reason, attempt.exited.timed_out) == ("timeout", True)
+    assert (attempt.exited.fault, attempt.exited.cause) == ("agent", "timeout")
+    assert 1.5 < attempt.exited.run_s < 6
+    assert kit.names(state)[-3:] == ["sealed", "exited", "artifacts"]
+    assert "+partial" in await body(bus, attempt.artifacts.patch)
+    assert (await body(bus, attempt.artifacts.answer)).startswith("told")
+
+
+async def test_cancel_in_every_stage(bus: Bus, tmp_path: Path) -> None:
+    made = kit.settings(tmp_path, gateway_slots=1, gateway_ready=1, gateway_init_slots=2)
+    slow = {"prepare": [{"exec": "sleep 300"}]}
+    async with kit.gateway(bus, made) as gateway:
+        runs = await kit.release(bus, kit.script("sleep 300", name="runs"))
+        await kit.phase(bus, runs, "running")
+        waits = await kit.release(bus, kit.script("true", name="waits"))
+        await kit.phase(bus, waits, "ready")
+        prepares = await kit.release(bus, kit.script("true", name="prepares", runtime=slow))
+        await kit.phase(bus, prepares, "claimed")
+        for session, last in ((prepares, "claimed"), (waits, "ready"), (runs, "running")):
+            await kit.cancel(bus, session)
+            state = await kit.over(bus, session)
+            attempt = state.attempts[1]
+            assert attempt.exited is not None and attempt.sealed is not None
+            assert (attempt.exited.cancelled, attempt.sealed.reason) == (True, "cancelled")
+            assert kit.names(state)[-4:] == [last, "sealed", "exited", "artifacts"]
+        assert gateway.live == {}
+        assert os.listdir(made.root) == []
+
+
+async def test_what_was_cancelled_before_its_claim_is_left_alone(bus: Bus, tmp_path: Path) -> None:
+    session = await kit.release(bus, kit.script("true"))
+    await kit.cancel(bus, session)
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        later = await kit.release(bus, kit.script("true", name="later"))
+        await kit.over(bus, later)
+    assert (await kit.load(bus, session)).phase == "queued"
+
+
+@pytest.mark.parametrize(
+    ("harness", "cause", "told"),
+    [
+        (HarnessSpec(name="nobody"), "config", "unknown harness"),
+        (HarnessSpec(name="command", args={"argv": ["no-such-program"]}), "missing", "no-such-program"),
+        (HarnessSpec(name="command", args={"script": "echo last words >&2; exit 3"}), "crashed", "last words"),
+        (HarnessSpec(name="command", args={"typo": "x"}), "config", "typo"),
+        (HarnessSpec(name="tests.integration.gateway_kit:Broken"), "missing", "boom"),
+    ],
+)
+async def test_a_harness_that_doesnt_start_is_a_harness_fault(
+    bus: Bus, tmp_path: Path, harness: HarnessSpec, cause: str, told: str
+) -> None:
+    spec = TaskSpec(id="t", instruction="do", harness=harness)
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, spec)
+        state = await kit.over(bus, session)
+        other = await kit.release(bus, kit.script("true", name="other"))
+        after = await kit.over(bus, other)
+    exited = state.attempts[1].exited
+    assert exited is not None
+    assert (exited.fault, exited.cause) == ("harness", cause)
+    assert told in exited.detail + exited.log_tail
+    assert after.attempts[1].exited is not None and after.attempts[1].exited.fault == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "cause"),
+    [
+        ("exit 7", "none", ""),
+        ("kill -9 $$", "none", ""),
+        ('python3 -c "x = bytearray(200 << 20); print(len(x))"; exit 1', "agent", "resource_exhausted"),
+    ],
+)
+async def test_after_the_first_completion_its_end_is_the_agents(
+    bus: Bus, tmp_path: Path, text: str, fault: str, cause: str
+) -> None:
+    spec = kit.script(f"while ! test -e go; do sleep 0.05; done; {text}", runtime={"memory_mb": 64})
+    houses: list[House] = []
+    async with kit.gateway(bus, kit.settings(tmp_path), adapt=houses.append):
+        session = await kit.release(bus, spec)
+        await kit.phase(bus, session, "running")
+        await kit.completion(bus, session)
+        (tmp_path / "run" / "attempts" / f"{session}.1" / "work" / "go").touch()
+        state = await kit.over(bus, session)
+    exited = state.attempts[1].exited
+    assert exited is not None
+    assert (exited.fault, exited.cause) == (fault, cause), exited
+    assert exited.exit_code != 0
+
+
+async def test_a_failed_prepare_step_and_hostile_files(bus: Bus, tmp_path: Path) -> None:
+    bad_step = kit.script("true", name="step", runtime={"prepare": [{"exec": "echo no rule; exit 2"}]})
+    hostile = kit.script("true", name="hostile")
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        first = await kit.over(bus, await kit.release(bus, bad_step))
+        archive = await Blobs(bus, "s1").put(kit.hostile_archive())
+        second = await kit.over(bus, await kit.release(bus, hostile, files=archive))
+    for state, cause in ((first, "prepare_failed"), (second, "config")):
+        exited = state.attempts[1].exited
+        assert exited is not None and (exited.fault, exited.cause, exited.exit_code) == ("harness", cause, None)
+    assert "no rule" in first.attempts[1].exited.log_tail  # type: ignore[union-attr]
+
+
+async def test_a_host_without_a_runtime_is_infrastructure(bus: Bus, tmp_path: Path) -> None:
+    def broken(house: House) -> None:
+        house.make_runtime = kit.Unavailable
+
+    async with kit.gateway(bus, kit.settings(tmp_path), adapt=broken):
+        state = await kit.over(bus, await kit.release(bus, kit.script("true")))
+    attempt = state.attempts[1]
+    assert attempt.exited is not None and attempt.artifacts is not None
+    assert (attempt.exited.fault, attempt.exited.cause) == ("infra", "image")
+    assert kit.names(state)[-4:] == ["claimed", "sealed", "exited", "artifacts"]
+    assert attempt.artifacts.patch is None
+
+
+async def test_chosen_files_are_kept_without_the_key(bus: Bus, tmp_path: Path) -> None:
+    text = "mkdir -p ~/logs out; echo $OPENAI_API_KEY > ~/logs/a.txt; echo hi > out/b.txt"
+    spec = kit.script(text, artifacts=["out", "/home/agent/logs", "absent"])
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        state = await kit.over(bus, await kit.release(bus, spec))
+    artifacts = state.attempts[1].artifacts
+    assert artifacts is not None
+    assert sorted(artifacts.files) == ["/home/agent/logs/a.txt", "out/b.txt"]
+    assert "removed" in await body(bus, artifacts.files["/home/agent/logs/a.txt"])
+
+
+async def test_fifty_sessions_in_bounded_pools_leave_nothing(bus: Bus, tmp_path: Path) -> None:
+    made = kit.settings(tmp_path, gateway_init_slots=3, gateway_ready=2, gateway_slots=4, gateway_postrun_slots=2)
+    mark = new_id()
+    seen: dict[str, int] = {}
+    async with kit.gateway(bus, made) as gateway:
+        pools = gateway.house.pools
+        spec = kit.script(f": {mark}; echo done > x.txt; sleep 0.05", samples=50)
+        sessions = [await kit.release(bus, spec, index=i) for i in range(50)]
+        descriptors = len(os.listdir("/proc/self/fd"))
+
+        async def watch() -> None:
+            while True:
+                for pool in (pools.init, pools.ready, pools.running, pools.postrun):
+                    seen[pool.name] = max(seen.get(pool.name, 0), pool.used)
+                await asyncio.sleep(0.01)
+
+        watching = asyncio.ensure_future(watch())
+        states = [await kit.over(bus, session, timeout=100) for session in sessions]
+        watching.cancel()
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 5
+        await asyncio.sleep(0.1)
+        info = await bus.js.consumer_info("POLAR_EVENTS_s1", "gateway-local")
+    assert all(s.attempts[1].exited is not None and s.attempts[1].exited.fault == "none" for s in states)
+    assert (info.num_ack_pending, info.num_pending) == (0, 0)
+    assert seen["init"] <= 3 and seen["ready"] <= 2 and seen["running"] <= 4 and seen["postrun"] <= 2
+    assert (pools.init.used, pools.ready.used, pools.running.used, pools.postrun.used) == (0, 0, 0, 0)
+    assert os.listdir(made.root) == []
+    assert kit.running(mark) == []

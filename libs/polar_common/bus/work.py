@@ -82,6 +82,8 @@ class Worker:
         self._running: set[asyncio.Task[None]] = set()
         self._pull: Pull | None = None
         self._wake = asyncio.Event()
+        self.paused = False
+        """While set, nothing new is taken; what was asked for is taken back."""
 
     @property
     def active(self) -> int:
@@ -112,7 +114,7 @@ class Worker:
                 _log.info("pulling again", consumer=self._spec.durable, error=repr(error))
                 await asyncio.sleep(0.5)
             finally:
-                await pull.close()
+                await self._give_back(pull)
         if self._running:
             await asyncio.gather(*self._running, return_exceptions=True)
 
@@ -122,6 +124,10 @@ class Worker:
 
     async def _pulling(self, pull: Pull, stop: asyncio.Event) -> None:
         while not stop.is_set():
+            if self.paused:
+                await self._give_back(pull)
+                await asyncio.sleep(0.25)
+                continue
             free = self._slots() - len(self._running) - pull.pending
             if free > 0:
                 await pull.want(free)
@@ -133,10 +139,22 @@ class Worker:
                     continue
                 continue
             msg = await pull.next(0.5)
-            if msg is not None:
+            if msg is not None and (stop.is_set() or self.paused):
+                await self._bus.reply(msg, b"-NAK")
+            elif msg is not None:
                 task = spawn(self._one(msg), name=f"{self._spec.durable}:{msg.subject}")
                 self._running.add(task)
                 task.add_done_callback(self._done)
+
+    async def _give_back(self, pull: Pull) -> None:
+        """End the standing requests; what has been delivered already goes to somebody else at once."""
+        try:
+            while pull.pending and (msg := await pull.next(0.01)) is not None:
+                await self._bus.reply(msg, b"-NAK")
+        except (BusError, nats.errors.Error) as error:
+            _log.info("not given back", consumer=self._spec.durable, error=repr(error))
+        finally:
+            await pull.close()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

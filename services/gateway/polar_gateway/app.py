@@ -63,23 +63,25 @@ class GatewayService:
         for work_class in settings.gateway_classes:
             spec = work_consumer(work_class, settings.segment)
             worker = Worker(service.bus, spec, gateway.on_queued, self._slots_of(len(self._workers)))
+            worker.paused = self.draining
             self._workers.append(worker)
             service.background(f"work:{work_class}", lambda w=worker: w.run(service.stop))  # type: ignore[misc]
         house.pools.init.on_free = self._wake
         service.background("cancels", lambda: self._while_needed(gateway.follow_cancels()))
         service.background("reaper", lambda: reap_until(gateway, service.stop))
         service.background("clock", lambda: self._while_needed(self._keep_time(house)))
+        service.background("watch", lambda: self._while_needed(self._watch_drain()))
         service.background("drain", lambda: self._drain(gateway))
         if settings.gateway_metrics_port is not None:
             service.background("http", await self._http(settings.gateway_metrics_port))
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._take_nothing_new)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._told)
 
     def _slots_of(self, index: int) -> Callable[[], int]:
         """How many messages worker `index` may hold: those it has, and its share of the free INIT places."""
 
         def slots() -> int:
             worker = self._workers[index]
-            if self.draining or self.gateway is None:
+            if self.gateway is None:
                 return worker.active
             free = self.gateway.house.pools.init.free
             if len(self._workers) > 1 and free:
@@ -100,9 +102,18 @@ class GatewayService:
         file = self.settings.gateway_drain_file
         return self._told_to_drain or (file is not None and file.exists())
 
-    def _take_nothing_new(self) -> None:
-        _log.info("draining: nothing new is taken", live=len(self.gateway.live) if self.gateway else 0)
+    def _told(self) -> None:
         self._told_to_drain = True
+
+    async def _watch_drain(self) -> None:
+        draining = self.draining
+        while True:
+            if self.draining != draining:
+                draining = self.draining
+                _log.info("takes nothing new" if draining else "takes work again")
+                for worker in self._workers:
+                    worker.paused = draining
+            await asyncio.sleep(0.2)
 
     async def _while_needed(self, work: Coroutine[Any, Any, None]) -> None:
         """Until the service has stopped and its last attempt is over."""

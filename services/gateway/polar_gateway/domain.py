@@ -98,6 +98,8 @@ class Evidence:
     """The runtime itself failed under the harness: its message."""
     unavailable: str = ""
     """The host's daemon or image did: its message."""
+    refused: str = ""
+    """The launch makes no sense: why."""
     completions: bool = False
     engine_failed: str = ""
     says: HarnessSays = HarnessSays()
@@ -117,6 +119,8 @@ def judge(evidence: Evidence) -> Verdict:
     completion was captured: otherwise crashing would be a way not to lose. `infra` rests on evidence outside.
     """
     e = evidence
+    if e.refused:
+        return Verdict("harness", "config", e.refused)
     if e.unavailable:
         return Verdict("infra", "daemon", e.unavailable)
     if e.engine_failed and (e.timed_out or e.exit_code != 0):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import structlog
+
 from polar_common.bus import Bus
-from polar_common.errors import RuntimeFault, RuntimeUnavailable
+from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_common.events import SessionQueued
 from polar_runtime import ExecResult, OnOutput, Runtime
 
 from .domain import Ending, Evidence, HarnessSays, judge
 from .evidence import engine_failure, has_completion
+from .harnesses.base import Harness
 from .output import redact
 from .preparing import Prepared
 from .waiting import Interrupt
@@ -18,14 +21,16 @@ from .waiting import Interrupt
 __all__ = ["HarnessEnd", "execute", "judged"]
 
 _TAIL = 4000
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HarnessEnd:
-    """`result`, or the runtime's `fault` under the harness."""
+    """`result`, or the runtime's `fault` under the harness, or why the launch was `refused`."""
 
     result: ExecResult | None = None
     fault: RuntimeFault | None = None
+    refused: str = ""
 
     @property
     def exhausted(self) -> str:
@@ -46,6 +51,8 @@ async def execute(runtime: Runtime, prepared: Prepared, on_output: OnOutput) -> 
         )
     except RuntimeFault as error:
         return HarnessEnd(fault=error)
+    except ConfigError as error:
+        return HarnessEnd(refused=str(error))
     return HarnessEnd(result)
 
 
@@ -57,8 +64,7 @@ async def judged(
     if end.result is not None:
         code = end.result.exit_code
         tail = redact(end.result.output_tail.encode(), key).decode(errors="replace")
-        told = prepared.harness.classify_exit(code, tail)
-        says = HarnessSays(told.kind, told.reason)
+        says = _says(prepared.harness, code, tail)
     if why == "cancelled":
         return Ending(code, cancelled=True, log_tail=tail[-_TAIL:])
     unavailable = isinstance(end.fault, RuntimeUnavailable)
@@ -68,6 +74,7 @@ async def judged(
         exhausted=end.exhausted,
         broken=str(end.fault) if end.fault is not None and not unavailable else "",
         unavailable=str(end.fault) if unavailable else "",
+        refused=end.refused,
         completions=await has_completion(bus, queued.session, queued.attempt),
         engine_failed=await engine_failure(bus, queued.session, queued.attempt),
         says=says,
@@ -81,3 +88,13 @@ async def judged(
         detail=verdict.detail,
         log_tail=tail[-_TAIL:],
     )
+
+
+def _says(harness: Harness, code: int, tail: str) -> HarnessSays:
+    try:
+        told = harness.classify_exit(code, tail)
+    except Exception as error:
+        # A user's own adapter may raise anything; the exit code still says enough.
+        _log.warning("classify_exit failed", harness=harness.name, error=repr(error))
+        return HarnessSays("finished" if code == 0 else "harness_error", f"ended with {code}")
+    return HarnessSays(told.kind, told.reason)

@@ -1,0 +1,156 @@
+"""Attempts whose gateway is gone: killed, cut off, drained, or restarted between two events."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration import gateway_kit as kit
+
+from polar_common.bus import Bus
+from polar_common.events import SessionClaimed, SessionExited, SessionSealed, now
+from polar_common.ids import new_id
+from polar_common.nats_server import NatsServer
+from polar_gateway.reaper import reap_once
+
+pytestmark = pytest.mark.nats
+
+
+async def history(bus: Bus, session: str, *events: Any) -> None:
+    """What an earlier gateway has written."""
+    at = (await kit.load(bus, session)).last_seq
+    for event in events:
+        at = (await bus.transition(event, at)).sequence
+
+
+def claimed(session: str) -> SessionClaimed:
+    return SessionClaimed(session=session, attempt=1, gateway="old", attempt_deadline=now(), session_deadline=now())
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_a_claimed_attempt_is_never_run_again(bus: Bus, tmp_path: Path, sealed: bool) -> None:
+    session = await kit.release(bus, kit.script("touch ran"))
+    seal = [SessionSealed(session=session, attempt=1, reason="exited")] if sealed else []
+    await history(bus, session, claimed(session), *seal)
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        state = await kit.over(bus, session)
+        attempt = state.attempts[1]
+        assert attempt.lost is not None and attempt.sealed is not None
+        assert (attempt.lost.cause, attempt.running, attempt.exited) == ("node_lost", None, None)
+        await kit.release(bus, kit.script("touch ran"), attempt=2)
+        state = await kit.over(bus, session, 2)
+    second = state.attempts[2].exited
+    assert second is not None and second.fault == "none"
+
+
+async def test_after_exited_only_postrun_is_resumed(bus: Bus, tmp_path: Path) -> None:
+    session = await kit.release(bus, kit.script("touch ran"))
+    sealed = SessionSealed(session=session, attempt=1, reason="exited")
+    await history(bus, session, claimed(session), sealed, SessionExited(session=session, attempt=1, exit_code=0))
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        state = await kit.over(bus, session)
+    assert kit.names(state) == ["queued", "claimed", "sealed", "exited", "artifacts"]
+
+
+async def test_a_killed_gateway_is_replaced(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
+    await kit.short_leases(bus, 2.0)
+    mark = new_id()
+    spec = kit.script(f"echo one > a.txt; exec sh -c 'sleep 300; : {mark}'")
+    with kit.process(nats_server.url, tmp_path, instance="first") as first:
+        session = await kit.release(bus, spec)
+        assert await kit.there(mark)
+        first.kill()
+        first.wait()
+    with kit.process(nats_server.url, tmp_path, instance="second", gateway_reap_s=0.5):
+        state = await kit.over(bus, session)
+        assert kit.names(state)[-2:] == ["lost", "sealed"] or kit.names(state)[-2:] == ["sealed", "lost"]
+        assert await kit.gone(mark)
+        other = await kit.release(bus, kit.script("true", name="other"))
+        await kit.over(bus, other)
+        quick = kit.script("echo two > a.txt")
+        await kit.release(bus, spec.model_copy(update={"harness": quick.harness}), attempt=2)
+        state = await kit.over(bus, session, 2)
+        exited, owner = state.attempts[2].exited, state.attempts[2].claimed
+        assert exited is not None and owner is not None
+        assert (exited.fault, owner.gateway) == ("none", "second")
+        root = tmp_path / "run" / "attempts"
+        for _ in range(100):
+            if not os.listdir(root):
+                break
+            await asyncio.sleep(0.1)
+        assert os.listdir(root) == []
+
+
+async def test_a_gateway_that_is_cut_off_kills_its_runtime_and_stays_silent(
+    bus: Bus, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    await kit.short_leases(bus, 3.0)
+    mark = new_id()
+    server = nats_server.process
+    assert server is not None
+    async with kit.gateway(bus, kit.settings(tmp_path)) as gateway:
+        session = await kit.release(bus, kit.script(f"exec sh -c 'sleep 300; : {mark}'"))
+        assert await kit.there(mark)
+        server.send_signal(signal.SIGSTOP)
+        try:
+            # Two thirds of the lease, and then the time to kill.
+            assert await kit.gone(mark, 6.0)
+        finally:
+            server.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(5):
+            while gateway.live:
+                await asyncio.sleep(0.02)
+        # The server gives the work out again, and whoever gets it settles what is left.
+        state = await kit.over(bus, session)
+    assert state.attempts[1].lost is not None
+    assert state.attempts[1].exited is None
+
+
+async def test_sigterm_lets_short_work_finish_and_gives_up_the_rest(
+    bus: Bus, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    mark = new_id()
+    with kit.process(nats_server.url, tmp_path, gateway_drain_s=1.5) as one:
+        long = await kit.release(bus, kit.script(f"exec sh -c 'sleep 300; : {mark}'", name="long"))
+        short = await kit.release(bus, kit.script("sleep 1", name="short"))
+        assert await kit.there(mark)
+        await kit.phase(bus, short, "running")
+        one.terminate()
+        later = await kit.release(bus, kit.script("true", name="later"))
+        assert await asyncio.to_thread(one.wait, 20) == 0
+    finished, given_up = await kit.load(bus, short), await kit.load(bus, long)
+    assert finished.attempts[1].exited is not None and finished.attempts[1].exited.fault == "none"
+    assert given_up.attempts[1].lost is not None and given_up.attempts[1].sealed is not None
+    assert (await kit.load(bus, later)).phase == "queued"
+    assert kit.running(mark) == []
+    assert os.listdir(tmp_path / "run" / "attempts") == []
+    info = await bus.js.consumer_info("POLAR_EVENTS_s1", "gateway-local")
+    assert info.num_ack_pending <= 1
+
+
+async def test_a_drain_file_keeps_new_work_away(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
+    file = tmp_path / "drain"
+    file.touch()
+    with kit.process(nats_server.url, tmp_path, gateway_drain_file=file):
+        session = await kit.release(bus, kit.script("true"))
+        await asyncio.sleep(1.5)
+        assert (await kit.load(bus, session)).phase == "queued"
+        file.unlink()
+        await kit.over(bus, session)
+
+
+async def test_the_reaper_asks_the_log(bus: Bus, tmp_path: Path) -> None:
+    made = kit.settings(tmp_path)
+    async with kit.gateway(bus, made) as gateway:
+        done = await kit.release(bus, kit.script("true", name="done"))
+        await kit.over(bus, done)
+        elsewhere = await kit.release(bus, kit.script("true", name="elsewhere", runtime={"work_class": "docker"}))
+        await history(bus, elsewhere, claimed(elsewhere))
+        for label in (f"{done}.1", f"{elsewhere}.1", "not-a-label"):
+            (made.root / label).mkdir()
+        assert await reap_once(gateway) == [f"{done}.1"]
+    assert sorted(os.listdir(made.root)) == sorted([f"{elsewhere}.1", "not-a-label"])

@@ -1,0 +1,122 @@
+"""The gateway's small parts: redaction, output, pools, waiting, the log's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_common.tasks import spawn
+from polar_gateway.clock import LogClock
+from polar_gateway.output import OutputLog, redact
+from polar_gateway.pools import Place, Pool
+from polar_gateway.waiting import Interrupted, Interrupts
+
+KEY = "k1.eyJzIjoiczEtYWJjLTAifQ.c2VjcmV0LW1hYy1vZi10aGUta2V5"
+
+
+@given(st.binary(), st.binary())
+def test_the_key_is_removed_and_lengths_stay(before: bytes, after: bytes) -> None:
+    text = before + KEY.encode() + after
+    found = redact(text, KEY)
+    assert KEY.encode() not in found
+    assert KEY.rpartition(".")[2].encode() not in found
+    assert len(found) == len(text)
+
+
+def test_the_part_of_a_key_that_authenticates_is_removed_too() -> None:
+    assert b"c2VjcmV0" not in redact(b"mac: " + KEY.rpartition(".")[2].encode(), KEY)
+    assert redact(b"plain", KEY) == b"plain"
+
+
+@given(st.lists(st.binary(max_size=40)), st.integers(min_value=0, max_value=200))
+def test_output_is_kept_up_to_its_limit_and_counted_beyond(pieces: list[bytes], limit: int) -> None:
+    whole = b"".join(pieces)
+    with OutputLog(limit) as log:
+        for piece in pieces:
+            log.write("stdout", piece)
+        kept = log.read()
+    assert kept.startswith(whole[:limit])
+    assert (b"bytes more" in kept[limit:]) == (len(whole) > limit)
+
+
+async def test_large_output_doesnt_stay_in_memory() -> None:
+    with OutputLog(8 << 20) as log:
+        for _ in range(80):
+            log.write("stdout", b"x" * 65536)
+        assert log._file._rolled is True  # type: ignore[attr-defined]
+        assert len(log.read()) == 80 * 65536
+
+
+async def test_a_full_stage_pushes_back() -> None:
+    first, second = Pool("init", 1), Pool("ready", 1)
+    with Place() as ahead:
+        await ahead.move(first)
+        await ahead.move(second)
+        assert (first.free, second.free) == (1, 0)
+        with Place() as behind:
+            await behind.move(first)
+            moving = spawn(behind.move(second), name="moving")
+            await asyncio.sleep(0.01)
+            assert not moving.done() and (first.used, second.waiting) == (1, 1)
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)
+            assert (first.used, second.waiting) == (1, 0)
+    assert (first.free, second.free) == (1, 1)
+
+
+async def test_who_waits_for_a_place_gets_it_in_turn() -> None:
+    pool, order = Pool("running", 1), list[int]()
+
+    async def one(number: int) -> None:
+        with Place() as place:
+            await place.move(pool)
+            order.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(one(i) for i in range(5)))
+    assert order == [0, 1, 2, 3, 4]
+    assert pool.free == 1
+
+
+async def test_work_is_interrupted_by_what_comes_first() -> None:
+    ended = asyncio.Event()
+
+    async def work(seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+            return "done"
+        finally:
+            ended.set()
+
+    interrupts = Interrupts()
+    soon = time.monotonic() + 30
+    assert await interrupts.within(work(0), soon, "w") == "done"
+    ended.clear()
+    with pytest.raises(Interrupted, match="timeout"):
+        await interrupts.within(work(30), time.monotonic() + 0.02, "w")
+    assert ended.is_set()
+    interrupts.set("cancelled")
+    interrupts.set("drained")
+    with pytest.raises(Interrupted, match="cancelled"):
+        await interrupts.within(work(30), soon, "w")
+
+
+async def test_the_works_own_error_is_passed_on() -> None:
+    async def work() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        await Interrupts().within(work(), time.monotonic() + 30, "w")
+
+
+def test_the_logs_clock_goes_on_by_the_monotonic_one() -> None:
+    clock = LogClock()
+    clock._at, clock._mono = datetime(2030, 1, 1, tzinfo=UTC), time.monotonic() - 5
+    assert abs((clock.now() - datetime(2030, 1, 1, 0, 0, 5, tzinfo=UTC)).total_seconds()) < 1
+    later = clock.now() + timedelta(seconds=10)
+    assert 9 < clock.monotonic(later) - time.monotonic() < 11
