@@ -11,7 +11,7 @@ import uvloop
 
 from polar_common.errors import ConfigError
 from polar_common.service import Service, serve_http
-from polar_common.tasks import spawn
+from polar_common.tasks import cancel_and_wait, spawn
 from polar_render import ModelProfile, load_renderer, profile_for
 from polar_render.base import Renderer
 
@@ -88,12 +88,20 @@ class Proxy:
         service = ProxyService(settings, renderers, pool, sessions, seals, Publisher(bus, sessions), sweeper, window)
         self.service = service
         following = spawn(seals.run(), name="seals")
-        self.house.background("seals", lambda: _until(following))
-        self.house.background("sweeper", sweeper.run)
-        self.house.background("engines", lambda: pool.watch(settings.proxy_health_s))
+        sweeping = spawn(sweeper.run(), name="sweeper")
+        watching = spawn(pool.watch(settings.proxy_health_s), name="engines")
+        self.house.background("followers", lambda: self._while(following, sweeping, watching))
         while not seals.caught_up and not following.done():
             await asyncio.sleep(0.01)
         await self._listen(ProxyApp(service))
+
+    async def _while(self, *tasks: asyncio.Task[None]) -> None:
+        """Until the service stops; a failure of one of the tasks is the service's."""
+        stopping = spawn(_wait(self.house.stop), name="stopping")
+        done, _ = await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_and_wait(stopping, *tasks)
+        for task in done - {stopping}:
+            task.result()
 
     def _renderers(self) -> tuple[int, Renderers]:
         if self._renderer is not None:
@@ -116,9 +124,8 @@ class Proxy:
         self.house.facts["socket"] = str(Path(path).absolute())
 
 
-async def _until(task: asyncio.Task[None]) -> None:
-    """A failure of the task is the service's."""
-    await task
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def run(argv: list[str] | None = None) -> None:
