@@ -9,7 +9,7 @@ shows at start for which shapes that equals the full rendering, and whether the 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from polar_common.errors import RenderError
@@ -32,10 +32,16 @@ _OPENING = Message("user", (Text("x"),))
 
 @dataclass(frozen=True, slots=True)
 class Bridging:
-    """How tails are made: with the whole history or a short one, and whether the tools must be shown meanwhile."""
+    """How tails are made: with the whole history or a short one, with the tools shown meanwhile or not.
+
+    `in_call`: where the answer has calls, the placeholder stands in the last one's arguments, for there are templates
+    that drop the text beside a call, and turns whose calls follow the text's own end; otherwise in the text, for there
+    are templates that drop calls.
+    """
 
     whole: bool = False
     tools: bool = False
+    in_call: bool = True
 
 
 class ChatText:
@@ -71,16 +77,30 @@ def split_prefill(messages: Sequence[Message], prefill: bool) -> tuple[Sequence[
     return messages[:-1], prompt_text(last, where)
 
 
-def _placeholder(answer: Message) -> Message:
-    calls = tuple(replace(c, arguments="{}", custom=False) for c in answer.tool_calls)
-    return Message("assistant", (Text(PLACEHOLDER), *calls))
+_WAYS = tuple(
+    Bridging(whole, tools, in_call)
+    for in_call in (True, False)
+    for whole, tools in ((False, False), (False, True), (True, True))
+)
+"""The cheapest first."""
 
 
-def missing(messages: Sequence[Message], text: str) -> str:
-    """The first message whose text isn't in the rendering, in order: `messages[i]`; "" if all are there."""
+def _placeholder(answer: Message, in_call: bool) -> Message:
+    calls = [replace(c, arguments="{}", custom=False) for c in answer.tool_calls]
+    if not calls or not in_call:
+        return Message("assistant", (Text(PLACEHOLDER), *calls))
+    calls[-1] = replace(calls[-1], arguments=f'{{"q": "{PLACEHOLDER}"}}')
+    return Message("assistant", tuple(calls))
+
+
+def missing(messages: Sequence[Message], text: str, normalized: Callable[[str], str] = str) -> str:
+    """The first message whose text isn't in the rendering, in order: `messages[i]`; "" if all are there.
+
+    `normalized` is what the tokenizer makes of a text, where the rendering has been through it.
+    """
     at = 0
     for number, message in enumerate(messages):
-        wanted = prompt_text(message, "").strip()
+        wanted = normalized(prompt_text(message, "").strip())
         found = text.find(wanted, at)
         if found < 0:
             found = text.find(json.dumps(wanted, ensure_ascii=False)[1:-1], at)
@@ -134,7 +154,7 @@ class TemplateRenderer:
         """Proves the cheapest way to make tails that works for all shapes, or else the one that works for most."""
         best: Features | None = None
         chosen = self._bridging
-        for how in (Bridging(), Bridging(tools=True), Bridging(whole=True, tools=True)):
+        for how in _WAYS:
             self._bridging = how
             found = Features(prove(self), "full" if how.whole else "short")
             if best is None or found.failures < best.failures:
@@ -190,7 +210,7 @@ class TemplateRenderer:
         messages, unfinished = split_prefill(new, prefill)
         how = self._bridging
         names = call_names((*(history if how.whole else ()), answer))
-        before = [*history, _placeholder(answer)] if how.whole else [_OPENING, _placeholder(answer)]
+        before = [*(history if how.whole else [_OPENING]), _placeholder(answer, how.in_call)]
         shown = head if how.tools else replace(head, tools=())
         text = self.chat([*before, *messages], shown, generate=True, names=names)
         at = text.find(PLACEHOLDER)

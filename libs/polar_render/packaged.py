@@ -296,7 +296,7 @@ class PackagedRenderer:
         before, _ = split_prefill(messages, prefill)
         self._features.require(before, head, prefill)
         ids = self.full(messages, head, generate=True, prefill=prefill)
-        if lost := missing(before, self.vocabulary.decode(ids)):
+        if lost := missing(before, self.vocabulary.decode(ids), self.vocabulary.normalized):
             raise RenderError(f"{lost}: this format drops the message")
         return ids
 
@@ -331,7 +331,7 @@ class PackagedRenderer:
         if bridged is None or list(bridged.token_ids[:size]) != prompt + said:
             return None
         tail = list(bridged.token_ids[size:])
-        if missing(messages, self.vocabulary.decode(tail)):
+        if missing(messages, self.vocabulary.decode(tail), self.vocabulary.normalized):
             return None
         return tail + self.vocabulary.encode(unfinished) if unfinished else tail
 

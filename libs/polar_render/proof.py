@@ -239,6 +239,8 @@ def prove(subject: Subject) -> list[Check]:
             problems = (_check_tail(subject, history, case) for case in cases for history in HISTORIES)
             reasons[feature] = next(filter(None, problems), "")
     reasons |= _renderings(subject) | {"append only": _append_only(subject)}
+    if subject.vocabulary.decode(prompt).rstrip().endswith("<think>"):
+        reasons["prefill"] = "the generation prompt opens thinking: a prefilled text would become part of it"
     reasons["calls read back"] = reads_back(subject)
     return [Check(feature, not reason, reason) for feature, reason in reasons.items()]
 

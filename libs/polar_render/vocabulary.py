@@ -20,7 +20,7 @@ from typing import cast
 
 from tokenizers import Tokenizer
 
-from polar_common.errors import ConfigError
+from polar_common.errors import ConfigError, RenderError
 
 from .messages import Json
 
@@ -129,7 +129,6 @@ class Vocabulary:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._encode = tokenizer.encode_batch_fast
         self._known: OrderedDict[str, array[int]] = OrderedDict()
         self._known_size = 0
         self._lock = threading.Lock()
@@ -162,19 +161,30 @@ class Vocabulary:
         return cls(tokenizer, hashlib.sha256(body).hexdigest())
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, special tokens in it recognised, none added."""
+        """Ids of the text, special tokens in it recognised, none added. Raises RenderError if it isn't Unicode text."""
         if len(text) < _LONG or self._borders is None:
-            return self._encode([text], add_special_tokens=False)[0].ids
+            return self._ids(text)
         ids: list[int] = []
         done = 0
         for start, end in self._long_stretches(text, self._borders):
             if done < start:
-                ids += self._encode([text[done:start]], add_special_tokens=False)[0].ids
+                ids += self._ids(text[done:start])
             ids += self._remembered(text[start:end])
             done = end
         if done < len(text):
-            ids += self._encode([text[done:]], add_special_tokens=False)[0].ids
+            ids += self._ids(text[done:])
         return ids
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError as error:  # how the backend refuses a string that isn't Unicode text
+            raise RenderError("a text holds half a surrogate pair, which no tokenizer can encode") from error
+
+    def normalized(self, text: str) -> str:
+        """The text as ids of it decode: some tokenizers compose characters first."""
+        normalizer = self._tokenizer.normalizer
+        return normalizer.normalize_str(text) if normalizer is not None else text
 
     @staticmethod
     def _long_stretches(text: str, borders: re.Pattern[str]) -> Iterator[tuple[int, int]]:
@@ -192,7 +202,7 @@ class Vocabulary:
             if (known := self._known.get(text)) is not None:
                 self._known.move_to_end(text)
                 return known
-        ids = array("i", self._encode([text], add_special_tokens=False)[0].ids)
+        ids = array("i", self._ids(text))
         with self._lock:
             if text not in self._known and len(text) <= _REMEMBERED // 4:
                 self._known[text] = ids

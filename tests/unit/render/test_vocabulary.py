@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from conftest import QWEN_ADDED, make_tokenizer
+from polar_common.errors import RenderError
+from polar_render import ModelProfile, load_renderer
 from polar_render import vocabulary as module
+from polar_render.base import Head
+from polar_render.messages import Message, Text
 from polar_render.vocabulary import Vocabulary
 
 pieces = st.sampled_from(
@@ -35,7 +39,7 @@ pieces = st.sampled_from(
 
 
 def at_once(vocabulary: Vocabulary, text: str) -> list[int]:
-    return vocabulary._encode([text], add_special_tokens=False)[0].ids
+    return vocabulary._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -93,6 +97,22 @@ def test_tokens_that_eat_blanks_switch_the_memory_off(tmp_path: Path) -> None:
     text = "word " * 200 + "<|im_end|>   \n" + "word " * 200
     assert vocabulary.encode(text) == at_once(vocabulary, text)
     assert not vocabulary._known
+
+
+def test_half_a_surrogate_pair_is_refused(qwen_dir: Path) -> None:
+    with pytest.raises(RenderError, match="surrogate"):
+        _loaded(qwen_dir).encode("a\ud800b")
+
+
+def test_a_normalizer_may_compose_characters(tmp_path: Path) -> None:
+    directory = make_tokenizer(tmp_path, QWEN_ADDED)
+    spec = json.loads((directory / "tokenizer.json").read_text())
+    spec["normalizer"] = {"type": "NFC"}
+    (directory / "tokenizer.json").write_text(json.dumps(spec))
+    said = Message("user", (Text("cafe\u0301 " * 200),))
+    for renderer, template in (("qwen3", "own"), ("template", "chatml_tools")):
+        loaded = load_renderer(ModelProfile("m", directory, template, renderer))
+        assert "caf\u00e9" in loaded.decode(loaded.render([said], Head()))
 
 
 def test_metaspace_pieces_and_byte_tokens_decode(tmp_path: Path) -> None:
