@@ -28,6 +28,7 @@ __all__ = ["doctor"]
 
 Verdict = Literal["ok", "note", "fail"]
 Line = tuple[str, Verdict, str]
+_VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "note", "fail": "fail"}
 _NODE_AT_LEAST = (20, 6)
 
 
@@ -150,7 +151,7 @@ def _proxy(found: Endpoint) -> list[Line]:
     try:
         answer = httpx.get(f"{found.proxy}/internal/doctor", headers=found.headers, timeout=120)
         answer.raise_for_status()
-        checks = answer.json()["checks"]
-    except (httpx.HTTPError, KeyError, ValueError) as error:
+        found = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
         return [("proxy", "fail", f"no diagnosis: {error!r}")]
-    return [(str(c["name"]), c["verdict"], str(c.get("text", ""))) for c in checks]
+    return [(f"{f['area']}: {f['name']}", _VERDICTS[f["status"]], str(f["detail"])) for f in found]

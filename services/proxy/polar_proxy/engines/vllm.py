@@ -159,10 +159,11 @@ class VllmEngine:
         status, listing = await self._wire.get("/v1/models")
         if status != 200 or not isinstance(listing, dict) or not listing.get("data"):
             raise EngineDown(f"the model listing answered {status}", status)
-        card = next((m for m in listing["data"] if m.get("id") == self.model), None)
+        card = next((m for m in listing["data"] if not self.model or m.get("id") == self.model), None)
         if card is None:
             served = ", ".join(str(m.get("id")) for m in listing["data"])
             raise EngineRefused(f"the engine serves {served}, not {self.model}", 404)
+        self.model = str(card["id"])
         _, version = await self._wire.get("/version")
         status, weights = await self._wire.get("/weight_info")
         weights = weights if status == 200 and isinstance(weights, dict) else {}
