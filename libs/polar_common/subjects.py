@@ -125,6 +125,11 @@ def group_traces_filter(run: str, build: str, task: str) -> str:
     return f"polar.traces.{token(run)}.{token(build)}.{task}.>"
 
 
+def session_traces_filter(run: str, build: str, task: str, session: str) -> str:
+    """A session's traces and manifest."""
+    return f"polar.traces.{token(run)}.{token(build)}.{task}.{session}.>"
+
+
 def blob(segment: str, sha256: str, part: int | None = None) -> str:
     """A body, or one of its numbered parts where it is larger than a message."""
     return f"polar.blobs.{segment}.{sha256}" + ("" if part is None else f".{part}")

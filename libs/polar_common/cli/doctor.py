@@ -151,7 +151,7 @@ def _proxy(found: Endpoint) -> list[Line]:
     try:
         answer = httpx.get(f"{found.proxy}/internal/doctor", headers=found.headers, timeout=120)
         answer.raise_for_status()
-        found = answer.json()
+        told = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         return [("proxy", "fail", f"no diagnosis: {error!r}")]
-    return [(f"{f['area']}: {f['name']}", _VERDICTS[f["status"]], str(f["detail"])) for f in found]
+    return [(f"{f['area']}: {f['name']}", _VERDICTS[f["status"]], str(f["detail"])) for f in told]
