@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
@@ -52,7 +52,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _GaveUp(Exception):
-    """The gateway leaves; `lost` is published."""
+    """The gateway leaves, and `lost` is published; or the lease is lost, and nothing more may be."""
 
 
 def about(queued: SessionQueued) -> dict[str, Any]:
@@ -85,8 +85,9 @@ class Attempt:
         self._until = house.clock.monotonic(deadlines.harness)
 
     def interrupt(self, why: Interrupt) -> None:
-        """End it soon: `cancelled` by its user, `drained` because this gateway leaves."""
+        """End it soon: `cancelled` by its user, `drained` because this gateway leaves, `lost` with its lease."""
         self._interrupts.set(why)
+        self._ledger.silent = self._interrupts.lost
 
     async def run(self, place: Place) -> None:
         """From the claim on. `place` is in INIT."""
@@ -148,9 +149,8 @@ class Attempt:
         await self._publish(SessionRunning, ready_s=ready_s)
 
     async def _never_ran(self, why: Interrupt) -> Ending:
-        if why == "drained":
+        if why in ("drained", "lost"):
             await self._lose()
-            raise _GaveUp
         if why == "cancelled":
             await self._seal("cancelled")
             return Ending(cancelled=True)
@@ -164,9 +164,8 @@ class Attempt:
         work = spawn(execute(runtime, prepared, self._output.write), name=f"harness:{self.label}")
         try:
             why = await self._interrupts.first(work, self._until)
-            if why == "drained":
+            if why in ("drained", "lost"):
                 await self._lose()
-                raise _GaveUp
             if why is not None:
                 await self._seal("cancelled" if why == "cancelled" else "timeout")
                 await runtime.cancel()
@@ -243,12 +242,13 @@ class Attempt:
             ending = replace(ending, fault="agent", cause=cause, detail=found.trouble)
         return found, ending
 
-    async def _lose(self) -> None:
-        """This gateway leaves before the attempt has ended; the scheduler decides on another."""
+    async def _lose(self) -> NoReturn:
+        """Give up before the attempt has ended; the scheduler decides on another. Raises _GaveUp or Superseded."""
         lost = SessionLost(**about(self._queued), detail="its gateway was drained")
         sealed = [] if self._sealed() else [SessionSealed(**about(self._queued), reason="lost")]
         await self._ledger.publish(lost, *sealed)
         metrics.attempts.labels("infra", "node_lost").inc()
+        raise _GaveUp
 
     async def _stop(self) -> RuntimeStats:
         try:

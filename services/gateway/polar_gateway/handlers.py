@@ -11,6 +11,7 @@ from polar_common.bus import Lease, follow
 from polar_common.errors import Poison
 from polar_common.events import SessionArtifacts, SessionClaimed, SessionLost, SessionQueued, SessionSealed
 from polar_common.session_state import SessionState
+from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import events_stream
 
 from . import metrics
@@ -46,7 +47,7 @@ class Gateway:
             while what == "claim":
                 attempt = self._claimable(ledger, queued)
                 if await self._claim(ledger, queued, attempt):
-                    await self._run(attempt, place)
+                    await self._run(attempt, place, lease)
                     return
                 what = disposition(ledger.state, queued.attempt)
         await self._settle(ledger, queued, what)
@@ -71,12 +72,16 @@ class Gateway:
         metrics.stage_s.labels("queue").observe(event.queue_s)
         return True
 
-    async def _run(self, attempt: Attempt, place: Place) -> None:
+    async def _run(self, attempt: Attempt, place: Place, lease: Lease) -> None:
         self.live[attempt.label] = attempt
+        # Beside the cancellation that comes with it, which `asyncio.wait_for` may swallow on Python 3.11.
+        watch = spawn(lease.lost.wait(), name=f"lease:{attempt.label}")
+        watch.add_done_callback(lambda task: None if task.cancelled() else attempt.interrupt("lost"))
         try:
             await attempt.run(place)
         finally:
             self.live.pop(attempt.label, None)
+            await cancel_and_wait(watch)
 
     async def _settle(self, ledger: SessionLedger, queued: SessionQueued, what: Disposition) -> None:
         """What an earlier owner left undone."""

@@ -33,6 +33,8 @@ class SessionLedger:
         self.attempt = attempt
         self.state = SessionState(session)
         self.on_cancel: Callable[[], None] = lambda: None
+        self.silent = False
+        """Set when the lease is lost: nothing is published any more."""
 
     async def load(self, at_least: int = 0) -> SessionState:
         """Read the session, at least up to the leader's last fact and up to sequence `at_least`."""
@@ -49,6 +51,8 @@ class SessionLedger:
     async def publish(self, *events: SessionEvent) -> None:
         """Publish one event, or several as one batch. Raises Superseded if the attempt is no longer ours."""
         for _ in range(_STALES):
+            if self.silent:
+                raise Superseded(f"{self.session}.{self.attempt}: the lease is lost")
             try:
                 self._folded(events, await self._send(events))
                 return

@@ -11,7 +11,7 @@ from polar_common.tasks import cancel_and_wait, spawn
 
 __all__ = ["Interrupt", "Interrupted", "Interrupts"]
 
-Interrupt = Literal["cancelled", "drained", "timeout"]
+Interrupt = Literal["cancelled", "drained", "lost", "timeout"]
 T = TypeVar("T")
 
 
@@ -27,12 +27,21 @@ class Interrupts:
     """What may end an attempt from outside. Times are those of `time.monotonic`."""
 
     def __init__(self) -> None:
-        self._came: asyncio.Future[Interrupt] = asyncio.get_running_loop().create_future()
+        self._came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._why: Interrupt = "timeout"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the attempt may be somebody else's by now."""
+        return self._why == "lost"
 
     def set(self, why: Interrupt) -> None:
-        """The first one counts."""
+        """The first one counts, but `lost` comes before all."""
         if not self._came.done():
-            self._came.set_result(why)
+            self._came.set_result(None)
+            self._why = why
+        elif why == "lost":
+            self._why = why
 
     async def first(self, work: asyncio.Task[T], until: float) -> Interrupt | None:
         """None when `work` is over first (it goes on otherwise), else what came before."""
@@ -41,7 +50,7 @@ class Interrupts:
         await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return None
-        return self._came.result() if self._came.done() else "timeout"
+        return self._why if self._came.done() else "timeout"
 
     async def within(self, work: Coroutine[Any, Any, T], until: float, name: str) -> T:
         """`work`'s result or error. Raises Interrupted, with `work` cancelled and ended, if something comes first."""
