@@ -1,0 +1,205 @@
+"""Release: who goes first, how much of each, and when nothing does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ingest_log import MemoryLog
+
+from polar_common.events import TrainerConsumed, TrainerDemanded
+from polar_ingest.domain import Rules, release
+from polar_ingest.fairness import FairQueue, weight
+
+
+def filled(runs: dict[str, tuple[int, int]], tasks: int = 1) -> FairQueue:
+    """Run → (sessions, priority); each run's sessions are spread over `tasks` tasks."""
+    queue = FairQueue()
+    for order, (run, (count, priority)) in enumerate(runs.items()):
+        for i in range(count):
+            number = i * tasks // count
+            queue.push(run, f"{run}-{number}", f"{run}-{number}-{i}", priority=priority, order=order * 1000 + number)
+    return queue
+
+
+def runs_of(sessions: list[str]) -> Counter[str]:
+    return Counter(s.partition("-")[0] for s in sessions)
+
+
+def everybody(_: str) -> bool:
+    return True
+
+
+def test_equal_runs_share_equally_whatever_their_size() -> None:
+    queue = filled({"big": (1000, 0), "small": (30, 0), "late": (30, 0)})
+    assert runs_of(queue.take(60, is_waiting=everybody)) == {"big": 20, "small": 20, "late": 20}
+
+
+def test_ten_steps_of_priority_are_twice_the_share() -> None:
+    assert weight(10) == 2 * weight(0)
+    queue = filled({"a": (1000, 10), "b": (1000, 0), "c": (1000, -10)})
+    assert runs_of(queue.take(70, is_waiting=everybody)) == {"a": 40, "b": 20, "c": 10}
+
+
+def test_shares_hold_over_many_small_helpings() -> None:
+    queue = filled({"a": (500, 10), "b": (500, 0)})
+    taken = [s for _ in range(90) for s in queue.take(1, is_waiting=everybody)]
+    assert runs_of(taken) == {"a": 60, "b": 30}
+
+
+def test_an_idle_run_saves_no_credit() -> None:
+    queue = filled({"a": (10, 0), "b": (1000, 0)})
+    queue.take(500, is_waiting=everybody)
+    for i in range(100):
+        queue.push("a", "a-9", f"a-9-{i}", priority=0, order=9)
+    assert runs_of(queue.take(20, is_waiting=everybody)) == {"a": 10, "b": 10}
+
+
+def test_within_a_run_urgent_tasks_first_and_opened_groups_are_finished() -> None:
+    queue = FairQueue()
+    for task, priority, order in (("x", 0, 1), ("y", 0, 2), ("z", 5, 3)):
+        for i in range(2):
+            queue.push("r", task, f"{task}{i}", priority=priority, order=order)
+    assert queue.take(3, is_waiting=everybody) == ["z0", "z1", "x0"]
+    queue.push("r", "w", "w0", priority=0, order=0)
+    assert queue.take(9, is_waiting=everybody) == ["x1", "w0", "y0", "y1"]
+
+
+def test_a_group_that_may_not_open_doesnt_hold_up_an_opened_one() -> None:
+    queue = FairQueue()
+    queue.push("r", "low", "low0", priority=0, order=1)
+    queue.push("r", "low", "low1", priority=0, order=1)
+    assert queue.take(1, is_waiting=everybody) == ["low0"]
+    queue.push("r", "high", "high0", priority=9, order=2)
+    assert queue.take(9, is_waiting=everybody, may_open=lambda _: False) == ["low1"]
+    assert queue.take(9, is_waiting=everybody) == ["high0"]
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 30), st.integers(-100, 100)), min_size=1),
+    st.lists(st.integers(1, 20), max_size=20),
+    st.sets(st.integers(0, 29)),
+)
+def test_everyone_is_released_once(runs: dict[str, tuple[int, int]], helpings: list[int], gone: set[int]) -> None:
+    queue = filled(runs, tasks=3)
+
+    def waiting(session: str) -> bool:
+        return int(session.rpartition("-")[2]) not in gone
+
+    taken: list[str] = []
+    for count in [*helpings, 10_000]:
+        some = queue.take(count, is_waiting=waiting)
+        assert len(some) <= count
+        taken += some
+    expected = Counter({r: sum(i not in gone for i in range(n)) for r, (n, _) in runs.items()})
+    assert runs_of(taken) == +expected
+    assert len(set(taken)) == len(taken)
+    assert queue.take(1, is_waiting=waiting) == []
+
+
+# -- the scheduler's gates
+
+
+def released(log: MemoryLog) -> list[str]:
+    found = release(log.world, log.rules)
+    for session in found:
+        log.queue(log.world.sessions[session])
+    return found
+
+
+def test_no_more_than_release_ahead_are_unclaimed_in_a_class() -> None:
+    log = MemoryLog(Rules(release_ahead=4))
+    here = log.accept("a", samples=10)
+    log.accept("b", samples=10, runtime={"kind": "docker"})
+    assert len(released(log)) == 8
+    assert released(log) == []
+    log.claim(log.session(here))
+    assert len(released(log)) == 1
+
+
+def test_a_retry_counts_as_unclaimed() -> None:
+    log = MemoryLog(Rules(release_ahead=2, retry_delay_s=0))
+    task = log.accept("a", samples=5)
+    released(log)
+    for session in (log.session(task, 0), log.session(task, 1)):
+        log.claim(session)
+        log.lose(session)
+        log.end(session)
+    assert released(log) == []
+
+
+def test_full_postrun_stops_release_and_infra_faults_dont_count() -> None:
+    log = MemoryLog(Rules(release_ahead=100, postrun_bound=2, retry_delay_s=5))
+    task = log.accept("a", samples=4)
+    first, second, third, _ = (log.session(task, i) for i in range(4))
+    released(log)
+    log.accept("b", samples=2)
+    for session in (first, second, third):
+        log.claim(session)
+    log.exit(third, fault="infra")
+    log.exit(first)
+    assert len(released(log)) == 2
+    log.accept("c", samples=2)
+    log.exit(second)
+    assert released(log) == []
+    log.evaluate(first)
+    log.end(first)
+    assert len(released(log)) == 2
+
+
+def demand(log: MemoryLog, number: int, groups: int, trainer: str = "t") -> None:
+    log.put(TrainerDemanded(segment="s1", trainer=trainer, epoch=0, number=number, groups=groups, staleness=1))
+
+
+def finish(log: MemoryLog, task_id: str) -> None:
+    task = log.world.tasks[task_id]
+    for name in task.sessions:
+        session = log.world.sessions[name]
+        log.claim(session)
+        log.exit(session)
+        log.evaluate(session)
+        log.end(session)
+        log.build(session)
+    log.close(task)
+
+
+def test_demand_bounds_the_groups_in_flight() -> None:
+    log = MemoryLog(Rules(obey_demand=True))
+    tasks = [log.accept(f"t{i}", samples=2).id for i in range(6)]
+    assert released(log) == []
+    demand(log, 0, 2)
+    assert len(released(log)) == 4
+    assert log.world.groups_in_flight == 2
+    finish(log, tasks[0])
+    assert released(log) == [], "closed, and neither consumed nor asked for anew"
+    log.put(
+        TrainerConsumed(
+            segment="s1", trainer="t", epoch=0, step=0, build="live", policy_version="v", policy_seq=0,
+            groups=(tasks[0],), traces=(),
+        )
+    )  # fmt: skip
+    assert len(released(log)) == 2
+    finish(log, tasks[1])
+    assert released(log) == []
+    demand(log, 1, 2)
+    assert len(released(log)) == 2
+
+
+def test_old_demands_dont_count_and_trainers_add_up() -> None:
+    log = MemoryLog(Rules(obey_demand=True))
+    for i in range(9):
+        log.accept(f"t{i}")
+    demand(log, 5, 2)
+    demand(log, 4, 9)
+    demand(log, 0, 1, trainer="other")
+    assert log.world.demanded == 3
+    assert len(released(log)) == 3
+
+
+@pytest.mark.parametrize("obey", [False, True])
+def test_demand_is_obeyed_only_if_asked(obey: bool) -> None:
+    log = MemoryLog(Rules(obey_demand=obey))
+    log.accept("a", samples=3)
+    assert len(released(log)) == (0 if obey else 3)
