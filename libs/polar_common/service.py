@@ -79,7 +79,7 @@ class Service:
         here nothing renews the lease.
         """
 
-        async def call(body, message):  # type: ignore[no-untyped-def]
+        async def call(message):  # type: ignore[no-untyped-def]
             try:
                 await handler(from_delivery(message.raw_message))
             except Exception as error:
@@ -87,7 +87,8 @@ class Service:
             else:
                 await self.bus.reply(message.raw_message, b"+ACK")
 
-        call.__annotations__ = {"body": payload, "message": NatsMessage, "return": None}
+        # What arrives is the whole message (`_undecoded`); the annotation is what the AsyncAPI document shows.
+        call.__annotations__ = {"message": payload, "return": None}
         call.__name__ = spec.durable.replace("-", "_")
         call.__doc__ = handler.__doc__
         subscriber = self.broker.subscriber(
@@ -166,9 +167,9 @@ async def _connected(broker: NatsBroker, url: str, wait_s: float = 30.0) -> Clie
             await asyncio.sleep(0.2)
 
 
-async def _undecoded(message: NatsMessage) -> bytes:
+async def _undecoded(message: NatsMessage) -> NatsMessage:
     """Bodies are decoded by `events.decode`, which knows upcasters and tells poison from the future."""
-    return message.body
+    return message
 
 
 async def _settled(bus: Bus, consumer: str, message: NatsMessage, error: Exception) -> None:
