@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from polar_common.bus import Stored
 from polar_common.events import GroupClosed, SessionArtifacts, SessionCancelled, SessionFailed
 from polar_common.service import Service
 from polar_common.topology import Topology, consumers
@@ -28,12 +29,16 @@ def build_service(settings: ReconstructorSettings) -> Service:
             handler.append(Reconstructor(service.bus, settings.build, rules))
         return handler[0]
 
-    service.on(
-        ended,
-        SessionArtifacts | SessionFailed | SessionCancelled,
-        lambda stored: reconstructor().on_ended(stored),
-    )
-    service.on(closed, GroupClosed, lambda stored: reconstructor().on_group_closed(stored))
+    async def on_ended(stored: Stored) -> None:
+        """A session ended: publish its traces, their manifest, and the fact."""
+        await reconstructor().on_ended(stored)
+
+    async def on_group_closed(stored: Stored) -> None:
+        """A group closed: publish what this build's trainers see of it."""
+        await reconstructor().on_group_closed(stored)
+
+    service.on(ended, SessionArtifacts | SessionFailed | SessionCancelled, on_ended)
+    service.on(closed, GroupClosed, on_group_closed)
     return service
 
 

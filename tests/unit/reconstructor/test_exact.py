@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from reconstruction_kit import built, ids, masks, spans, trained
+
 from scripted_sessions import Script
 
 E = 99
@@ -64,7 +65,7 @@ def test_arrival_order_does_not_change_the_chains() -> None:
         made = built(script.ended())
         assert made.excluded == {}
         results.add(tuple(sorted(tuple(p + r) for p, r in ids(made))))
-        assert sorted(masks(made)) == ["110110110"[:8], "11011"] or sorted(masks(made)) == ["11011", "11011011"]
+        assert sorted(masks(made)) == ["11011", "11011011"]
     assert len(results) == 1
 
 
@@ -188,9 +189,8 @@ def test_a_prompt_that_the_engine_changed_is_context_and_masked() -> None:
 
 def test_one_span_without_log_probs_is_untrainable_and_the_rest_lives() -> None:
     script = Script().call("c1", [1], [10, E])
-    script.call(
-        "c2", [1, 10, E, 5], [20, E], parent="c1", untrainable="invalid_logprobs", logprobs=[-0.5, float("nan")]
-    )
+    nan = [-0.5, float("nan")]
+    script.call("c2", [1, 10, E, 5], [20, E], parent="c1", untrainable="invalid_logprobs", logprobs=nan)
     script.call("c3", [1, 10, E, 5, 20, E, 6], [30, E], parent="c2").ended()
     made = built(script)
     assert masks(made) == ["11000011"]
