@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as functional
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 from polar_common.errors import ConfigError
+from polar_engine.attention import Segment, attend, batch_of
 from polar_engine.kv import KvBuffer, KvShape
 from polar_engine.packed import pack_linears, packing_available
 
@@ -39,39 +39,7 @@ class Chunk:
     wanted: int
 
 
-@dataclass
-class _Segment:
-    """A chunk's place in the batch: `count` rows from `start`, at positions from `offset`."""
-
-    buffer: KvBuffer
-    start: int
-    count: int
-    offset: int
-    mask: Any
-
-
-def _attend(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, segments: list[_Segment], **_: Any
-) -> tuple[Any, None]:
-    """Attention over [1, heads, rows, dim]; appends keys and values, returns [1, rows, heads, dim]."""
-    heads, rows, dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    out = query.new_zeros((1, rows, heads, dim))
-    for seg in segments:
-        first, last, end = seg.start, seg.start + seg.count, seg.offset + seg.count
-        cache = seg.buffer.data[module.layer_idx]
-        cache[0, :, seg.offset : end] = key[0, :, first:last]
-        cache[1, :, seg.offset : end] = value[0, :, first:last]
-        # Query heads that share a key head become rows of that head: no key or value is ever copied.
-        grouped = query[:, :, first:last].reshape(1, kv_heads, group * seg.count, dim)
-        keys, values = cache[None, 0, :, :end], cache[None, 1, :, :end]
-        mixed = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=seg.mask, scale=scaling)
-        out[0, first:last] = mixed.view(heads, seg.count, dim).transpose(0, 1)
-    return out, None
-
-
-AttentionInterface.register(_ATTENTION, _attend)
+AttentionInterface.register(_ATTENTION, attend)
 
 
 @dataclass(frozen=True)
@@ -145,33 +113,33 @@ class Model:
 
     def step(self, chunks: Sequence[Chunk]) -> npt.NDArray[np.float32]:
         """Append every chunk to its buffer; the logits [sum of wanted, vocab] of the wanted rows, in chunk order."""
-        segments: list[_Segment] = []
+        segments: list[Segment] = []
         rows = 0
         wanted: list[int] = []
         for chunk in chunks:
-            count, offset = len(chunk.tokens), chunk.buffer.length
-            chunk.buffer.reserve(offset + count)
-            segments.append(_Segment(chunk.buffer, rows, count, offset, self._mask(offset, count)))
+            count = len(chunk.tokens)
+            chunk.buffer.reserve(chunk.buffer.length + count)
+            segments.append(Segment(chunk.buffer, rows, count, self._mask(chunk.buffer.own, count)))
             wanted.extend(range(rows + count - chunk.wanted, rows + count))
             rows += count
         with torch.inference_mode():
             filler = [0] * max(0, _LEAST_ROWS - rows)
             ids = [t for chunk in chunks for t in chunk.tokens]
-            positions = [p for s in segments for p in range(s.offset, s.offset + s.count)]
+            positions = [s.buffer.length + i for s in segments for i in range(s.count)]
             output = self.weights.network(
                 input_ids=torch.tensor([ids + filler], dtype=torch.long),
                 position_ids=torch.tensor([positions + filler], dtype=torch.long),
                 use_cache=False,
                 logits_to_keep=torch.tensor(wanted, dtype=torch.long),
-                segments=segments,
+                ragged=batch_of(segments),
             )
         for seg in segments:
-            seg.buffer.length = seg.offset + seg.count
+            seg.buffer.length += seg.count
         logits: npt.NDArray[np.float32] = output.logits[0].float().numpy()
         return logits
 
     def _mask(self, offset: int, count: int) -> Any:
-        """Causal mask of a chunk, repeated for the query heads of a group; a single row sees everything before it."""
+        """Causal mask of a chunk behind `offset` own positions, once per query head of a group; none for one row."""
         if count == 1:
             return None
         future = torch.arange(offset + count)[None] > torch.arange(offset, offset + count)[:, None]

@@ -146,12 +146,19 @@ class Scheduler:
 
     def _loop(self) -> None:
         while not self._closing:
-            self._obey()
-            if self._closing or self._frozen:
-                continue
-            self._admit()
-            if self._running:
-                self._step()
+            try:
+                self._turn()
+            except Exception as error:
+                # A request that breaks the scheduler must not leave the others waiting for ever.
+                self._fail([*self._running, *self._waiting], error)
+
+    def _turn(self) -> None:
+        self._obey()
+        if self._closing or self._frozen:
+            return
+        self._admit()
+        if self._running:
+            self._step()
 
     def _obey(self) -> None:
         """Carry out commands; wait for one where there is nothing else to do."""

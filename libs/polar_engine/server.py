@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from polar_common import __version__
 from polar_common.errors import ConfigError, EngineBusy, RequestError
@@ -58,6 +59,7 @@ def create_app(host: EngineHost) -> Starlette:
         EngineBusy: _busy,
         404: _unknown,
         405: _unknown,
+        Exception: _broken,
     }
     return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -78,6 +80,10 @@ async def _busy(_: Request, error: EngineBusy) -> Response:
 async def _unknown(request: Request, error: Any) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     return json_reply(error_body(message, error.status_code, kind="NotFoundError"), error.status_code)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return json_reply(error_body(f"{request.url.path} failed: {error!r}", 500), 500)
 
 
 def _model_card(host: EngineHost) -> dict[str, Any]:
@@ -113,7 +119,7 @@ async def _generate(host: EngineHost, request: Request) -> Response:
     answer = Answer(asked, host.served.name, int(time.time()), host.tokenizer, not host.settings.no_logprobs)
     running = host.open(asked)
     if asked.stream:
-        return StreamingResponse(_events(running, answer), media_type="text/event-stream")
+        return _EventStream(running, answer)
     collecting = spawn(_collect(running, answer), name=f"collect {asked.request_id}")
     leaving = spawn(_gone(request), name=f"watch {asked.request_id}")
     try:
@@ -141,22 +147,32 @@ async def _gone(request: Request) -> None:
             pass
 
 
+class _EventStream(StreamingResponse):
+    """The answer as server-sent events. Whatever ends the response ends the generation, even before its first event."""
+
+    def __init__(self, running: Running, answer: Answer) -> None:
+        super().__init__(_events(running, answer), media_type="text/event-stream")
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._running.close()
+
+
 async def _events(running: Running, answer: Answer) -> AsyncIterator[bytes]:
-    """The answer as server-sent events. Cancelled, and so aborted, when the client goes away."""
     first = True
-    try:
-        async for delta in running.deltas():
-            answer.add(delta)
-            if delta.finish is not None and delta.finish.reason == "error":
-                yield _event(error_body(f"generation failed: {delta.finish.message}", 500))
-                continue
-            yield _event(chunk(answer, delta, first))
-            first = False
-        if answer.request.include_usage:
-            yield _event(usage_chunk(answer))
-        yield b"data: [DONE]\n\n"
-    finally:
-        running.close()
+    async for delta in running.deltas():
+        answer.add(delta)
+        if delta.finish is not None and delta.finish.reason == "error":
+            yield _event(error_body(f"generation failed: {delta.finish.message}", 500))
+            continue
+        yield _event(chunk(answer, delta, first))
+        first = False
+    if answer.request.include_usage:
+        yield _event(usage_chunk(answer))
+    yield b"data: [DONE]\n\n"
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Settings of the local engine. Environment: `POLAR_ENGINE_*`; the command line takes the same names as options."""
+"""Settings of the local engine: `POLAR_ENGINE_MAX_MODEL_LEN=4096` or `--max-model-len 4096`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ __all__ = ["EngineSettings"]
 class EngineSettings(BaseSettings):
     """One engine process serves one model."""
 
-    model_config = SettingsConfigDict(env_prefix="POLAR_ENGINE_", extra="ignore", cli_implicit_flags=True)
+    model_config = SettingsConfigDict(
+        env_prefix="POLAR_ENGINE_",
+        extra="ignore",
+        use_attribute_docstrings=True,
+        cli_implicit_flags=True,
+        cli_kebab_case=True,
+        cli_prog_name="polar-engine",
+    )
 
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)

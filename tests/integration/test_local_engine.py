@@ -180,14 +180,14 @@ def test_text_mode_reports_token_texts(client: EngineClient) -> None:
 
 
 def test_alternatives_and_their_absence(client: EngineClient) -> None:
-    content = client.generate(PROMPT, max_tokens=4, seed=1, **{"logprobs": 5})["choices"][0]["logprobs"]["content"]
+    content = client.generate(PROMPT, max_tokens=4, seed=1, logprobs=5)["choices"][0]["logprobs"]["content"]
     for entry in content:
         top = entry["top_logprobs"]
         assert top[0]["token_id"] == entry["token_id"]
         assert len(top) in (5, 6)
         others = [t["logprob"] for t in top[1:]]
         assert others == sorted(others, reverse=True)
-    silent = client.generate(PROMPT, max_tokens=4, **{"logprobs": None})
+    silent = client.generate(PROMPT, max_tokens=4, logprobs=None)
     assert silent["choices"][0]["logprobs"] is None
 
 

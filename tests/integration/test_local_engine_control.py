@@ -344,8 +344,23 @@ def test_a_failing_step_ends_its_requests_with_an_error(
     assert client.http.get("/health").status_code == 200
 
 
+def test_a_request_that_breaks_the_scheduler_doesnt_take_the_others_along(
+    engine: EngineThread, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.host.scheduler, "_admit", broken)
+    assert "no room" in client.generate(PROMPT, status=500)["error"]["message"]
+    events = client.http.post(GENERATE, json={"token_ids": PROMPT, "stream": True}).text
+    assert json.loads(events.split("\n\n")[0].removeprefix("data: "))["error"]["code"] == 500
+    monkeypatch.undo()
+    assert len(client.generate(PROMPT, max_tokens=3, ignore_eos=True)["choices"][0]["token_ids"]) == 3
+    assert client.get("/load") == {"server_load": 0}
+
+
 def _start(tmp_path: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "polar_engine", "--model", "tiny", "--ready_file", str(tmp_path / "ready.json")]
+    command = [sys.executable, "-m", "polar_engine", "--model", "tiny", "--ready-file", str(tmp_path / "ready.json")]
     return subprocess.Popen([*command, *options], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -357,7 +372,7 @@ def _ready(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_the_process_tells_its_port_and_ends_on_sigterm(tmp_path: Path) -> None:
-    process = _start(tmp_path, "--served_name", "mine", "--model_version", "step-3")
+    process = _start(tmp_path, "--served-name", "mine", "--model-version", "step-3")
     try:
         told = _ready(tmp_path)
         assert told["pid"] == process.pid
@@ -378,7 +393,7 @@ def test_the_process_tells_its_port_and_ends_on_sigterm(tmp_path: Path) -> None:
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
-        "subprocess.Popen([sys.executable, '-m', 'polar_engine', '--model', 'tiny', '--ready_file', sys.argv[1]])\n"
+        "subprocess.Popen([sys.executable, '-m', 'polar_engine', '--model', 'tiny', '--ready-file', sys.argv[1]])\n"
         "time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "ready.json")], stderr=subprocess.DEVNULL)
@@ -397,7 +412,7 @@ def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_is_a_clear_failure(tmp_path: Path) -> None:
-    process = _start(tmp_path, "--max_model_len", "99999999")
+    process = _start(tmp_path, "--max-model-len", "99999999")
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert b"max_model_len" in errors

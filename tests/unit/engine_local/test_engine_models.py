@@ -28,7 +28,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelDir:
 
 def test_the_tiny_model_is_the_same_wherever_it_is_built(tiny: ModelDir, tmp_path: Path) -> None:
     # Another process, since hash seeds differ between processes.
-    code = "import pathlib, sys; from polar_engine.models import ensure_model; ensure_model('tiny', pathlib.Path(sys.argv[1]))"
+    code = (
+        "import pathlib, sys; from polar_engine import models as m; m.ensure_model('tiny', pathlib.Path(sys.argv[1]))"
+    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, timeout=60)
     (other,) = tmp_path.glob("tiny-*")
     for name in ("config.json", "tokenizer.json", "model.safetensors", "generation_config.json"):
