@@ -18,7 +18,7 @@ from .base import Answer, Head, Proof, Provenance, StreamParser
 from .discover import find_end, find_shape
 from .features import Features, needs
 from .jinja import Template, TemplateValue
-from .messages import Json, Message, Text, dump
+from .messages import Json, Message, Text, ToolCall, dump
 from .parsing import TaggedParser, Tags, ToolFormat
 from .proof import keeps_thinking, prove, reads_back
 from .shape import Shape, call_names, prompt_text, to_chat, to_tools
@@ -86,10 +86,11 @@ _WAYS = tuple(
 
 
 def _placeholder(answer: Message, in_call: bool) -> Message:
-    calls = [replace(c, arguments="{}", custom=False) for c in answer.tool_calls]
+    calls = [ToolCall(c.id, c.name, "{}", c.namespace) for c in answer.tool_calls]
     if not calls or not in_call:
         return Message("assistant", (Text(PLACEHOLDER), *calls))
-    calls[-1] = replace(calls[-1], arguments=f'{{"q": "{PLACEHOLDER}"}}')
+    last = calls[-1]
+    calls[-1] = ToolCall(last.id, last.name, f'{{"q": "{PLACEHOLDER}"}}', last.namespace)
     return Message("assistant", tuple(calls))
 
 
@@ -211,7 +212,7 @@ class TemplateRenderer:
         how = self._bridging
         names = call_names((*(history if how.whole else ()), answer))
         before = [*(history if how.whole else [_OPENING]), _placeholder(answer, how.in_call)]
-        shown = head if how.tools else replace(head, tools=())
+        shown = head if how.tools or not head.tools else Head((), head.response_format, head.template_args)
         text = self.chat([*before, *messages], shown, generate=True, names=names)
         at = text.find(PLACEHOLDER)
         at = text.find(self._end, at) if at >= 0 and self._end else -1

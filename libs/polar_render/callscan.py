@@ -26,9 +26,10 @@ class CallScanner:
     """Feed it the text between the tags. Any split of the text gives the same result."""
 
     def __init__(self) -> None:
-        self.raw = ""
         self.name: str | None = None
-        self.arguments = ""
+        self._raw: list[str] = []
+        self._arguments: list[str] = []
+        self._taken = 0
         self._state: _State = "open"
         self._key = ""
         self._value = ""
@@ -41,8 +42,24 @@ class CallScanner:
     def broken(self) -> bool:
         return self._state == "broken"
 
+    @property
+    def raw(self) -> str:
+        """The whole text between the tags."""
+        return "".join(self._raw)
+
+    @property
+    def arguments(self) -> str:
+        """The arguments so far, as sampled."""
+        return "".join(self._arguments)
+
+    def take(self) -> str:
+        """Arguments that came since the last call of this."""
+        fresh = "".join(self._arguments[self._taken :])
+        self._taken = len(self._arguments)
+        return fresh
+
     def feed(self, text: str) -> None:
-        self.raw += text
+        self._raw.append(text)
         at = 0
         while at < len(text):
             at = self._step(text, at)
@@ -172,7 +189,8 @@ class CallScanner:
             self._value += text
 
     def _argue(self, text: str) -> None:
-        self.arguments += text
+        if text:
+            self._arguments.append(text)
 
     def _end_value(self) -> None:
         self._state = "after"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from .base import (
@@ -89,19 +89,19 @@ class TaggedParser:
         self._length = 0
         self._over = False
         self._buffer = ""
-        self._state: Literal["lead", "thinking", "text", "call"] = {
-            "none": "text", "allowed": "lead", "open": "thinking",
-        }[thinking]  # type: ignore[assignment]  # fmt: skip
+        self._step: Callable[[], bool] = {
+            "none": self._text, "allowed": self._lead, "open": self._thinking,
+        }[thinking]  # fmt: skip
         self._skip = 1 if thinking == "open" else 0
         self._blank = ""
         self._calls = 0
-        self._call: CallScanner | XmlScanner = self._scanner()
-        self._told = 0
+        self._call: CallScanner | XmlScanner | None = None
         self._announced = False
         self._events: list[AnswerEvent] = []
         self._parts: list[Part] = []
+        self._kind: type[Text] | type[Thinking] | None = None
+        self._pieces: list[str] = []
         self._malformed: list[str] = []
-
         if prefill:
             self._resume(prefill)
 
@@ -109,8 +109,9 @@ class TaggedParser:
         """Reads what the request itself wrote into this turn: it sets the state and is no part of the answer."""
         self._append(prefill)
         self._run()
+        self._flush()
         self._events, self._parts, self._malformed = [], [], []
-        self._calls = 0
+        self._calls, self._announced = 0, False
 
     def _scanner(self) -> CallScanner | XmlScanner:
         return CallScanner() if self._format == "hermes" else XmlScanner(self._tools)
@@ -159,19 +160,18 @@ class TaggedParser:
     # -- the machine: each step consumes from the buffer and says whether another step may follow
 
     def _run(self) -> None:
-        step = {"lead": self._lead, "thinking": self._thinking, "text": self._text, "call": self._in_call}
-        while self._buffer and step[self._state]():
+        while self._buffer and self._step():
             pass
 
     def _lead(self) -> bool:
         body = self._buffer.lstrip()
         if body.startswith(_THINK):
             self._buffer = body[len(_THINK) :]
-            self._state, self._skip = "thinking", 1
+            self._step, self._skip = self._thinking, 1
             return True
         if _THINK.startswith(body):
             return False
-        self._state = "text"
+        self._step = self._text
         return True
 
     def _skip_breaks(self) -> None:
@@ -183,12 +183,13 @@ class TaggedParser:
             self._skip -= 1
 
     def _thinking(self) -> bool:
-        self._skip_breaks()
+        if self._skip:
+            self._skip_breaks()
         at = self._buffer.find(_UNTHINK)
         if at >= 0:
             self._think(self._buffer[:at].removesuffix("\n"))
             self._buffer = self._buffer[at + len(_UNTHINK) :]
-            self._state, self._skip = "text", 2
+            self._step, self._skip = self._text, 2
             return True
         keep = len(self._buffer) - _held(self._buffer, _UNTHINK)
         self._think(self._buffer[:keep])
@@ -196,13 +197,14 @@ class TaggedParser:
         return False
 
     def _text(self) -> bool:
-        self._skip_breaks()
+        if self._skip:
+            self._skip_breaks()
         at = self._buffer.find(_OPEN)
         if at >= 0:
             self._say(self._buffer[:at].removesuffix("\n"))
             self._buffer = self._buffer[at + len(_OPEN) :]
-            self._state, self._blank = "call", ""
-            self._call, self._told, self._announced = self._scanner(), 0, False
+            self._step, self._blank = self._in_call, ""
+            self._call, self._announced = self._scanner(), False
             return True
         keep = len(self._buffer) - _held(self._buffer, _OPEN)
         self._say(self._buffer[:keep])
@@ -210,83 +212,87 @@ class TaggedParser:
         return False
 
     def _in_call(self) -> bool:
+        call = self._call
+        assert call is not None
         at = self._buffer.find(_CLOSE)
         if at >= 0:
-            self._call.feed(self._buffer[:at].removesuffix("\n"))
+            call.feed(self._buffer[:at].removesuffix("\n"))
             self._buffer = self._buffer[at + len(_CLOSE) :]
-            self._end_call(closed=True)
+            self._end_call(call, closed=True)
             return True
         keep = len(self._buffer) - _held(self._buffer, _CLOSE)
-        self._call.feed(self._buffer[:keep])
+        call.feed(self._buffer[:keep])
         self._buffer = self._buffer[keep:]
-        self._tell()
+        self._tell(call)
         return False
 
     # -- what leaves the machine
 
+    def _flush(self) -> None:
+        """Ends the stretch of text or thinking that is being told."""
+        if self._kind is not None:
+            self._parts.append(self._kind("".join(self._pieces)))
+            self._kind, self._pieces = None, []
+
     def _think(self, text: str) -> None:
-        if not text:
-            return
-        self._events.append(ThinkingDelta(text))
-        if self._parts and isinstance(self._parts[-1], Thinking):
-            text = self._parts.pop().text + text  # type: ignore[union-attr]
-        self._parts.append(Thinking(text))
+        if text:
+            self._kind = Thinking
+            self._pieces.append(text)
+            self._events.append(ThinkingDelta(text))
 
     def _say(self, text: str) -> None:
         """Text, with blanks at the beginning of a stretch held until something visible follows."""
         if not text:
             return
-        text = self._blank + text
-        self._blank = ""
-        if not (self._parts and isinstance(self._parts[-1], Text)) and text.isspace():
-            self._blank = text
-            return
+        if self._kind is not Text:
+            text = self._blank + text
+            self._blank = text if text.isspace() else ""
+            if self._blank:
+                return
+            self._flush()
+            self._kind = Text
+        self._pieces.append(text)
         self._events.append(TextDelta(text))
-        if self._parts and isinstance(self._parts[-1], Text):
-            text = self._parts.pop().text + text  # type: ignore[union-attr]
-        self._parts.append(Text(text))
 
-    def _spec(self) -> tuple[str, str, bool]:
-        """Name, namespace and whether it is freeform, of the call's tool."""
-        name = self._call.name or ""
+    def _spec(self, name: str) -> tuple[str, str, bool]:
+        """Name, namespace and whether it is freeform, of the tool that a model calls so."""
         tool = self._tools.get(name)
         return (tool.name, tool.namespace, tool.custom) if tool else (name, "", False)
 
-    def _tell(self) -> None:
+    def _tell(self, call: CallScanner | XmlScanner) -> None:
         """The call's name and the arguments so far. A freeform tool's input is told at the end, decoded."""
-        if self._call.name is None:
+        if call.name is None:
             return
-        name, namespace, custom = self._spec()
+        name, namespace, custom = self._spec(call.name)
         if not self._announced:
             self._announced = True
             self._events.append(ToolCallStarted(self._calls, name, namespace, custom))
-        if not custom and self._told < len(self._call.arguments):
-            self._events.append(ToolCallDelta(self._calls, self._call.arguments[self._told :]))
-            self._told = len(self._call.arguments)
+        if not custom and (fresh := call.take()):
+            self._events.append(ToolCallDelta(self._calls, fresh))
 
-    def _end_call(self, *, closed: bool) -> None:
-        scanner = self._call
-        self._state, self._skip = "text", 1
-        scanner.finish()
-        block = _OPEN + scanner.raw + (_CLOSE if closed else "")
-        if scanner.broken:
+    def _end_call(self, call: CallScanner | XmlScanner, *, closed: bool) -> None:
+        self._step, self._skip = self._text, 1
+        call.finish()
+        block = _OPEN + call.raw + (_CLOSE if closed else "")
+        if call.broken:
             self._malformed.append(block)
-        if scanner.name is None:
+        if call.name is None:
             self._skip = 0
             self._say(block)
             return
-        self._tell()
-        name, namespace, custom = self._spec()
-        arguments = scanner.arguments
+        self._tell(call)
+        name, namespace, custom = self._spec(call.name)
+        arguments = call.arguments
         if custom:
             raw = custom_input(arguments)
-            if raw is None and not scanner.broken:
+            if raw is None and not call.broken:
                 self._malformed.append(block)
             arguments = arguments if raw is None else raw
             if arguments:
                 self._events.append(ToolCallDelta(self._calls, arguments))
+        self._flush()
         self._parts.append(ToolCall("", name, arguments, namespace, custom))
-        if closed or not scanner.broken:
+        if closed or not call.broken:
             self._events.append(ToolCallDone(self._calls, self._consumed()))
         self._calls += 1
 
@@ -295,13 +301,14 @@ class TaggedParser:
         self._run()
         self._over = True
         rest, self._buffer = self._buffer, ""
-        if self._state == "thinking":
+        if self._step == self._thinking:
             self._think(rest)
-        elif self._state == "call":
+        elif self._step == self._in_call and self._call is not None:
             self._call.feed(rest)
-            self._end_call(closed=False)
+            self._end_call(self._call, closed=False)
         else:
             self._say(rest)
+        self._flush()
         if self._blank and not self._calls:
             self._events.append(TextDelta(self._blank))
             self._parts.append(Text(self._blank))

@@ -23,15 +23,26 @@ class XmlScanner:
     """Same questions as `CallScanner`: the name comes early, the arguments at the end."""
 
     def __init__(self, tools: Mapping[str, ToolSpec]) -> None:
-        self.raw = ""
         self.name: str | None = None
         self.arguments = ""
         self.broken = False
+        self._raw: list[str] = []
         self._tools = tools
         self._body = 0
+        self._fresh = ""
+
+    @property
+    def raw(self) -> str:
+        """The whole text between the tags."""
+        return "".join(self._raw)
+
+    def take(self) -> str:
+        """All arguments, once they are known: after `finish`, and only once."""
+        fresh, self._fresh = self._fresh, ""
+        return fresh
 
     def feed(self, text: str) -> None:
-        self.raw += text
+        self._raw.append(text)
         if self.name is None and (match := _FUNCTION.match(self.raw)):
             self.name = match[1].strip() or None
             self._body = match.end()
@@ -41,17 +52,15 @@ class XmlScanner:
         if self.name is None:
             self.broken = True
             return
+        raw, at = self.raw, self._body
         values: dict[str, Json] = {}
-        at = self._body
-        while match := _BODY.match(self.raw, at):
+        while match := _BODY.match(raw, at):
             key = match[1].strip()
             values[key] = self._value(key, match[2])
             at = match.end()
-        if _END.match(self.raw, at):
-            self.arguments = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-        else:
-            self.broken = True
-            self.arguments = self.raw[self._body :].strip()
+        self.broken = _END.match(raw, at) is None
+        whole = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+        self._fresh = self.arguments = raw[self._body :].strip() if self.broken else whole
 
     def _value(self, key: str, text: str) -> Json:
         tool = self._tools.get(self.name or "")
