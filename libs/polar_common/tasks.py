@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-__all__ = ["cancel_and_wait", "spawn"]
+__all__ = ["cancel_and_wait", "checkpoint", "spawn"]
 
 T = TypeVar("T")
 _live: set[asyncio.Task[Any]] = set()
@@ -31,6 +31,17 @@ def _finished(task: asyncio.Task[Any]) -> None:
     _live.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("background task failed", task=task.get_name(), error=repr(error))
+
+
+def checkpoint() -> None:
+    """Raise CancelledError if the current task has been asked to end.
+
+    For endless loops: Python 3.11's `asyncio.wait_for` forgets a cancellation that comes together with its result. Not
+    for code that runs while a task cleans up.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from polar_common.errors import NotFound, Unavailable
+from polar_common.tasks import checkpoint
 
 __all__ = ["Pull"]
 
@@ -53,6 +54,7 @@ class Pull:
 
         Raises NotFound if the consumer is gone, Unavailable if the server is silent.
         """
+        checkpoint()
         if self._sub is None:
             await asyncio.sleep(timeout)
             return None

@@ -14,7 +14,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from polar_common.errors import BusError, Unavailable
-from polar_common.tasks import cancel_and_wait, spawn
+from polar_common.tasks import cancel_and_wait, checkpoint, spawn
 from polar_common.topology import ACK_WAIT_S, ConsumerSpec
 
 from .client import Bus
@@ -44,6 +44,7 @@ class Lease:
         loop = asyncio.get_running_loop()
         lost_at, pause = loop.time() + self._ack_wait * 2 / 3, self._ack_wait / 3
         while (left := lost_at - loop.time()) > 0:
+            checkpoint()
             await asyncio.sleep(min(pause, left))
             asked = loop.time()
             try:
