@@ -132,7 +132,7 @@ class FakeHouse:
             await self.bus.batch(pair, fence=(state.session, state.last_seq))
             return
         await self._say(state, SessionRunning(**about))
-        cancelled = False
+        cancelled = state.cancel is not None
         waited = 0.0
         while waited < play.run_s and not cancelled:
             await asyncio.sleep(0.02)

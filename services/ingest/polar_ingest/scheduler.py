@@ -21,7 +21,7 @@ from polar_common.bus import Bus, Stored, follow
 from polar_common.errors import BusError, Conflict, FromTheFuture, Poison, Stale
 from polar_common.events import Event
 from polar_common.subjects import LIFECYCLE
-from polar_common.tasks import cancel_and_wait, spawn
+from polar_common.tasks import cancel_and_wait, checkpoint, spawn
 from polar_common.topology import DLQ, events_stream
 
 from .clock import LogClock, server_time
@@ -81,7 +81,6 @@ class Scheduler:
         self._timers = Timers()
         self._unburied: list[tuple[Stored, Poison]] = []
         self._yield_until = 0.0
-        self._ended = False
 
     @property
     def ready(self) -> bool:
@@ -102,8 +101,6 @@ class Scheduler:
             for task in done:
                 task.result()
         finally:
-            # Python 3.11's `wait_for`, deep in the client, may swallow a cancellation: so the loops look, too.
-            self._ended = True
             await cancel_and_wait(*work, stopping)
 
     async def seen(self, sequence: int, timeout: float = 10.0) -> bool:
@@ -128,8 +125,6 @@ class Scheduler:
         async for stored in follow(
             self._bus, self._stream, self._filters, on_caught_up=self._on_caught_up, on_alive=self._on_alive
         ):
-            if self._ended:
-                return
             self._fold(stored)
             count += 1
             if count % 64 == 0:
@@ -163,8 +158,6 @@ class Scheduler:
         """A session of which a message went to a dead letter ends as `infra_error`, cause `poison`."""
         await self._caught_up.wait()
         async for stored in follow(self._bus, DLQ, ["polar.dlq.>"]):
-            if self._ended:
-                return
             found = verdict(stored.body, self._build)
             if found is not None:
                 self.world.poison(found.session, found.reason, build=found.build, attempt=found.attempt)
@@ -174,7 +167,8 @@ class Scheduler:
 
     async def _deciding(self) -> None:
         await self._caught_up.wait()
-        while not self._ended:
+        while True:
+            checkpoint()
             await self._work_or_time()
             await self._step()
 
