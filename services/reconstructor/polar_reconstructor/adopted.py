@@ -42,6 +42,16 @@ def _partial(partial: Aborted, c: Call, contexts: Contexts) -> Call | None:
     size = int(different[0]) if len(different) else size
     if not size or not np.isfinite(logprobs[:size]).all():
         return None
+    own = {
+        "completion": partial.id,
+        "finish": "length",
+        "closed": False,
+        "parent_by": "none",
+        "parallel_of": "",
+        "delivered": [],
+        "additions": ["adopted_partial"],
+        "versions": [v for v in c.doc["versions"] if v["start"] == 0],
+    }
     return replace(
         c,
         id=partial.id,
@@ -54,14 +64,7 @@ def _partial(partial: Aborted, c: Call, contexts: Contexts) -> Call | None:
         length=at,
         sampled=sampled[:size],
         logprobs=logprobs[:size],
-        finish="length",
-        closed=False,
         parent="",
-        parent_by="none",
         request_hash=partial.request_hash,
-        additions=("adopted_partial",),
-        choice=0,
-        parallel_of="",
-        delivered=(),
-        versions=((c.versions[0][0], 0),) if c.versions else (),
+        doc=c.doc | own,
     )

@@ -186,7 +186,7 @@ def role_of(c: Call) -> str:
 
 
 def _span(p: _Placed, start: int) -> SpanJson:
-    faithful = p.call.context_faithful and p.drift_class not in ("edited", "template")
+    faithful = p.call.doc["context_faithful"] and p.drift_class not in ("edited", "template")
     return span_json(
         p.call,
         p.start - start,
@@ -211,29 +211,29 @@ def span_json(
     drift_at: int | None,
 ) -> SpanJson:
     """The JSON form of `polar_common.traces.Span`; a test holds the two together."""
-    temperature, top_p, top_k, min_p = c.sampling
+    doc, sampling = c.doc, c.doc["sampling"]
     return {
         "completion": c.id,
         "start": start,
         "length": len(c.sampled),
         "trained": trained,
         "reason": reason,
-        "versions": [{"version": version, "start": at} for version, at in c.versions],
+        "versions": doc["versions"],
         "policy_seq": c.policy_seq,
-        "temperature": float(temperature),
-        "top_p": float(top_p),
-        "top_k": top_k,
-        "min_p": float(min_p),
+        "temperature": float(sampling["temperature"]),
+        "top_p": float(sampling["top_p"]),
+        "top_k": sampling["top_k"],
+        "min_p": float(sampling["min_p"]),
         "logprob_kind": c.engine.logprob_kind,
-        "finish": c.finish,
-        "constrained": c.constrained,
-        "cached_tokens": c.cached_tokens,
-        "kv_salt": c.kv_salt,
-        "kv_mixed": c.kv_mixed,
+        "finish": doc["finish"],
+        "constrained": doc["constrained"],
+        "cached_tokens": doc["cached_tokens"],
+        "kv_salt": doc["kv_salt"],
+        "kv_mixed": doc["kv_mixed"],
         "context_exact": exact,
         "context_faithful": faithful,
-        "additions": list(c.additions),
-        "native_equal": c.native_equal,
+        "additions": doc["additions"],
+        "native_equal": doc["native_equal"],
         "drift_class": drift_class,
         "drift_at": drift_at,
         "agent_role": role_of(c),

@@ -26,6 +26,11 @@ __all__ = [
 Document = dict[str, Any]
 """A parsed event body of the newest schema version."""
 
+_READ_LATER = frozenset(
+    ("finish", "closed", "context", "parent_by", "parent_ambiguous", "chain_class", "context_exact", "parallel_of",
+     "started", "duration_s", "constrained", "agent", "parent_agent", "delivered", "messages", "additions",
+     "context_faithful", "native_equal", "cached_tokens", "kv_salt", "kv_mixed", "sampling")
+)  # fmt: skip
 _VERSIONS = {"completion.captured": CompletionCaptured.VERSION, "completion.aborted": CompletionAborted.VERSION}
 
 
@@ -56,7 +61,10 @@ class Engine:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One captured completion. `length`: ids of its resolved prompt, `context_length`: with the sampled ones."""
+    """One captured completion. `length`: ids of its resolved prompt, `context_length`: with the sampled ones.
+
+    What the rules look at most is a field; the rest is read from `doc`, the event's JSON, when asked for.
+    """
 
     id: str
     sequence: int
@@ -67,46 +75,87 @@ class Call:
     length: int
     sampled: Ids
     logprobs: Floats | None
-    finish: str
-    closed: bool
     untrainable: str
-    native: bool
     parent: str
-    parent_by: str
-    parent_ambiguous: bool
-    chain_class: str
-    context_exact: bool | None
-    context_faithful: bool
-    additions: tuple[str, ...]
-    native_equal: bool | None
-    choice: int
-    parallel_of: str
     request_hash: str
+    replay_of: str
     head: str
     tools: bool | None
     """Whether the head offers tools; None where another completion holds its body."""
-    echoes: tuple[str, ...]
-    started: float
-    ended: float
-    versions: tuple[tuple[str, int], ...]
     policy_seq: int
-    sampling: tuple[float, float, int, float]
-    """temperature, top_p, top_k, min_p"""
-    constrained: bool
-    cached_tokens: int
-    kv_salt: str
-    kv_mixed: bool
-    agent: str
-    parent_agent: str
-    delivered: tuple[str, ...]
-    replay_of: str
     engine: Engine
+    doc: Document
     number: int = -1
     """Rank by sequence among the attempt's completions."""
 
     @property
     def context_length(self) -> int:
         return self.length + len(self.sampled)
+
+    @property
+    def finish(self) -> str:
+        return str(self.doc["finish"])
+
+    @property
+    def closed(self) -> bool:
+        """The sample ends with an end-of-turn id."""
+        return bool(self.doc["closed"])
+
+    @property
+    def native(self) -> bool:
+        return bool(self.doc["context"] == "native")
+
+    @property
+    def parent_by(self) -> str:
+        return str(self.doc["parent_by"])
+
+    @property
+    def parent_ambiguous(self) -> bool:
+        return bool(self.doc["parent_ambiguous"])
+
+    @property
+    def chain_class(self) -> str:
+        return str(self.doc["chain_class"])
+
+    @property
+    def context_exact(self) -> bool | None:
+        found: bool | None = self.doc["context_exact"]
+        return found
+
+    @property
+    def parallel_of(self) -> str:
+        """The first completion of the same request, where several were sampled at once; else its own id."""
+        return str(self.doc["parallel_of"] or self.id)
+
+    @property
+    def started(self) -> float:
+        return float(self.doc["started"])
+
+    @property
+    def ended(self) -> float:
+        return float(self.doc["started"]) + float(self.doc["duration_s"])
+
+    @property
+    def constrained(self) -> bool:
+        return bool(self.doc["constrained"])
+
+    @property
+    def agent(self) -> str:
+        return str(self.doc["agent"])
+
+    @property
+    def parent_agent(self) -> str:
+        return str(self.doc["parent_agent"])
+
+    @property
+    def delivered(self) -> list[str]:
+        """Earlier completions whose answers were seen to arrive."""
+        return [str(name) for name in self.doc["delivered"]]
+
+    @property
+    def echoes(self) -> list[str]:
+        """Completions whose answers the harness sent back in this call's new messages."""
+        return [str(m["echo"]) for m in self.doc["messages"]["new"] if "echo" in m]
 
 
 @dataclass(slots=True, eq=False)
@@ -155,59 +204,34 @@ def blobs_wanted(documents: Iterable[Document]) -> list[Wanted]:
 def call(doc: Document, sequence: int, blobs: Mapping[str, bytes], engines: dict[bytes, Engine]) -> Call:
     """A captured completion. `engines` keeps equal engine facts as one value. Raises TraceError or BlobError."""
     name = str(doc.get("completion"))
+    if missing := _READ_LATER - doc.keys():
+        raise TraceError(f"completion {name}: damaged event: no {sorted(missing)[0]}")
     try:
-        return _call(doc, name, sequence, blobs, engines)
+        prompt, head, column = doc["prompt"], doc["head"], doc["logprobs"]
+        sampled = ids(doc["sampled"], blobs, name, "sampled")
+        _check_versions(doc["versions"], len(sampled), name)
+        return Call(
+            name,
+            sequence,
+            prompt["base"],
+            tuple(prompt.get("via") or ()),
+            _count(prompt["shared"]),
+            ids(prompt["new"], blobs, name, "prompt"),
+            _count(prompt["length"]),
+            sampled,
+            None if column is None else floats(column, blobs, name, "logprobs"),
+            doc["untrainable"],
+            doc["parent"],
+            doc["request_hash"],
+            doc["replay_of"],
+            head["hash"],
+            _tools(head, blobs, name),
+            _count(doc["policy_seq"]),
+            _engine(doc["engine"], engines),
+            doc,
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TraceError(f"completion {name}: damaged event: {error!r}") from error
-
-
-def _call(doc: Document, name: str, sequence: int, blobs: Mapping[str, bytes], engines: dict[bytes, Engine]) -> Call:
-    prompt, sampling, messages, head = doc["prompt"], doc["sampling"], doc["messages"], doc["head"]
-    sampled = ids(doc["sampled"], blobs, f"completion {name}, sampled")
-    column = doc["logprobs"]
-    return Call(
-        id=name,
-        sequence=sequence,
-        base=prompt["base"],
-        via=tuple(prompt.get("via") or ()),
-        shared=_count(prompt["shared"]),
-        new=ids(prompt["new"], blobs, f"completion {name}, prompt"),
-        length=_count(prompt["length"]),
-        sampled=sampled,
-        logprobs=None if column is None else floats(column, blobs, f"completion {name}, logprobs"),
-        finish=doc["finish"],
-        closed=doc["closed"],
-        untrainable=doc["untrainable"],
-        native=doc["context"] == "native",
-        parent=doc["parent"],
-        parent_by=doc["parent_by"],
-        parent_ambiguous=doc["parent_ambiguous"],
-        chain_class=doc["chain_class"],
-        context_exact=doc["context_exact"],
-        context_faithful=doc["context_faithful"],
-        additions=tuple(doc["additions"]),
-        native_equal=doc["native_equal"],
-        choice=doc["choice"],
-        parallel_of=doc["parallel_of"],
-        request_hash=doc["request_hash"],
-        head=head["hash"],
-        tools=_tools(head, blobs, name),
-        echoes=tuple(m["echo"] for m in messages["new"] if "echo" in m),
-        started=doc["started"],
-        ended=doc["started"] + doc["duration_s"],
-        versions=_versions(doc["versions"], len(sampled), name),
-        policy_seq=doc["policy_seq"],
-        sampling=(sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]),
-        constrained=doc["constrained"],
-        cached_tokens=doc["cached_tokens"],
-        kv_salt=doc["kv_salt"],
-        kv_mixed=doc["kv_mixed"],
-        agent=doc["agent"],
-        parent_agent=doc["parent_agent"],
-        delivered=tuple(doc["delivered"]),
-        replay_of=doc["replay_of"],
-        engine=_engine(doc["engine"], engines),
-    )
 
 
 def aborted(doc: Document, sequence: int, blobs: Mapping[str, bytes]) -> Aborted:
@@ -220,11 +244,11 @@ def aborted(doc: Document, sequence: int, blobs: Mapping[str, bytes]) -> Aborted
             sequence,
             doc["request_hash"],
             doc["prompt_tokens"],
-            None if sampled is None else ids(sampled, blobs, f"aborted {name}, sampled"),
-            None if logprobs is None else floats(logprobs, blobs, f"aborted {name}, logprobs"),
+            None if sampled is None else ids(sampled, blobs, name, "sampled"),
+            None if logprobs is None else floats(logprobs, blobs, name, "logprobs"),
         )
     except (KeyError, TypeError) as error:
-        raise TraceError(f"aborted {name}: damaged event: {error!r}") from error
+        raise TraceError(f"completion {name}: damaged event: {error!r}") from error
 
 
 def check_numbers(calls: list[Call]) -> None:
@@ -286,12 +310,12 @@ def _count(value: object) -> int:
     return value
 
 
-def _versions(spans: list[dict[str, Any]], length: int, name: str) -> tuple[tuple[str, int], ...]:
-    found = tuple((str(s["version"]), _count(s["start"])) for s in spans)
-    starts = [start for _, start in found]
-    if starts and (starts[0] != 0 or sorted(set(starts)) != starts or starts[-1] > max(0, length)):
+def _check_versions(spans: list[dict[str, Any]], length: int, name: str) -> None:
+    if not spans or (len(spans) == 1 and spans[0]["start"] == 0):
+        return
+    starts = [_count(s["start"]) for s in spans]
+    if starts[0] != 0 or sorted(set(starts)) != starts or starts[-1] > length:
         raise TraceError(f"completion {name}: version spans start at {starts} in {length} sampled ids")
-    return found
 
 
 _ENGINE_TEXT = (

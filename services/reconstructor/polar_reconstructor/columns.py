@@ -5,13 +5,14 @@ A long session has hundreds of columns; building validated models for them would
 
 from __future__ import annotations
 
-import binascii
+from binascii import a2b_base64
 from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from zstandard import frame_content_size
 
 from polar_common.errors import BlobError, TraceError
 
@@ -21,7 +22,7 @@ Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
 
-_DECOMPRESSOR = zstandard.ZstdDecompressor()
+_decompress = zstandard.ZstdDecompressor().decompress
 _I32, _F32 = np.dtype("<i4"), np.dtype("<f4")
 _MAX = 1 << 28
 """Numbers in one column; a context is far shorter."""
@@ -34,46 +35,34 @@ def blob_of(column: Any) -> str:
     return ""
 
 
-def ids(column: object, blobs: Mapping[str, bytes], place: str) -> Ids:
-    """Read-only int32 ids. `place` is named by the TraceError or BlobError that a damaged column raises."""
-    return cast(Ids, _numbers(column, "i32", _I32, blobs, place))
+def ids(column: object, blobs: Mapping[str, bytes], completion: str, label: str) -> Ids:
+    """Read-only int32 ids. Damage raises TraceError or BlobError naming completion and column."""
+    return cast(Ids, _numbers(column, "i32", _I32, blobs, completion, label))
 
 
-def floats(column: object, blobs: Mapping[str, bytes], place: str) -> Floats:
+def floats(column: object, blobs: Mapping[str, bytes], completion: str, label: str) -> Floats:
     """Read-only float32 numbers; errors as in `ids`."""
-    return cast(Floats, _numbers(column, "f32", _F32, blobs, place))
+    return cast(Floats, _numbers(column, "f32", _F32, blobs, completion, label))
 
 
 def _numbers(
-    column: object, kind: str, dtype: np.dtype[Any], blobs: Mapping[str, bytes], place: str
+    column: object, kind: str, dtype: np.dtype[Any], blobs: Mapping[str, bytes], completion: str, label: str
 ) -> npt.NDArray[np.generic]:
     if not isinstance(column, dict) or column.get("type") != kind:
-        raise TraceError(f"{place}: no column of {kind}")
-    count = column.get("n")
+        raise TraceError(f"completion {completion}, {label}: no column of {kind}")
+    count, data = column.get("n"), column.get("data")
     if type(count) is not int or not 0 <= count <= _MAX:
-        raise TraceError(f"{place}: a column of {count!r} numbers")
-    body = _body(column, blobs, place)
+        raise TraceError(f"completion {completion}, {label}: a column of {count!r} numbers")
     size = count * 4
     try:
-        if zstandard.frame_content_size(body) > size:
-            raise BlobError(f"{place}: the column says {count} numbers and holds more")
-        raw = _DECOMPRESSOR.decompress(body, max_output_size=max(1, size))
-    except zstandard.ZstdError as error:
-        raise BlobError(f"{place}: damaged column: {error}") from error
+        body = blobs[blob_of(column)] if data is None else a2b_base64(data, strict_mode=True)
+        if frame_content_size(body) > size:
+            raise BlobError(f"completion {completion}, {label}: the column says {count} numbers and holds more")
+        raw = _decompress(body, size or 1)
+    except KeyError:
+        raise BlobError(f"completion {completion}, {label}: blob {blob_of(column)} is missing") from None
+    except (zstandard.ZstdError, ValueError, TypeError) as error:
+        raise BlobError(f"completion {completion}, {label}: damaged column: {error}") from error
     if len(raw) != size:
-        raise BlobError(f"{place}: the column says {count} numbers and holds {len(raw) // 4}")
+        raise BlobError(f"completion {completion}, {label}: the column says {count} numbers, holds {len(raw) // 4}")
     return np.frombuffer(raw, dtype)
-
-
-def _body(column: dict[str, Any], blobs: Mapping[str, bytes], place: str) -> bytes:
-    data = column.get("data")
-    if data is None:
-        key = blob_of(column)
-        try:
-            return blobs[key]
-        except KeyError:
-            raise BlobError(f"{place}: blob {key or '(unnamed)'} is missing") from None
-    try:
-        return binascii.a2b_base64(data, strict_mode=True)
-    except (ValueError, TypeError) as error:
-        raise BlobError(f"{place}: a column isn't base64") from error

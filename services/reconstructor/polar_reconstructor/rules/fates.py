@@ -79,7 +79,7 @@ def _sibling_fates(
 
 def _parallel(a: Call, b: Call) -> bool:
     """Choices of one request, or calls that overlapped in time."""
-    if (a.parallel_of or a.id) == (b.parallel_of or b.id):
+    if a.parallel_of == b.parallel_of:
         return True
     return a.started < b.ended and b.started < a.ended
 
