@@ -11,6 +11,7 @@ import pytest
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
+from polar_common.events import CompletionAborted
 from polar_common.ids import new_id
 from polar_common.keys import verify
 from polar_common.packing import BlobRef
@@ -84,6 +85,48 @@ async def test_a_timeout_yields_what_was_done_and_ends_the_tree(bus: Bus, tmp_pa
     assert kit.names(state)[-3:] == ["sealed", "exited", "artifacts"]
     assert "+partial" in await body(bus, attempt.artifacts.patch)
     assert (await body(bus, attempt.artifacts.answer)).startswith("told")
+
+
+async def test_a_timeout_before_the_harness_runs_isnt_the_agents(bus: Bus, tmp_path: Path) -> None:
+    made = kit.settings(tmp_path, gateway_slots=1, gateway_ready=1)
+    limits = {"attempt_s": 1.5, "postrun_reserve_s": 0}
+    slow = kit.script("true", name="slow", limits=limits, runtime={"prepare": [{"exec": "sleep 300"}]})
+    async with kit.gateway(bus, made):
+        blocking = await kit.release(bus, kit.script("sleep 4", name="blocking"))
+        await kit.phase(bus, blocking, "running")
+        waiting = await kit.release(bus, kit.script("true", name="waiting", limits=limits))
+        preparing = await kit.release(bus, slow)
+        for session, last in ((waiting, "ready"), (preparing, "claimed")):
+            state = await kit.over(bus, session)
+            exited = state.attempts[1].exited
+            assert exited is not None
+            assert (exited.timed_out, exited.fault, exited.cause) == (True, "infra", "queue_expired")
+            assert kit.names(state)[-4:] == [last, "sealed", "exited", "artifacts"]
+        assert (await kit.over(bus, blocking)).attempts[1].exited is not None
+
+
+async def test_an_engine_that_failed_is_infrastructure(bus: Bus, tmp_path: Path) -> None:
+    spec = kit.script("while ! test -e go; do sleep 0.05; done; exit 1")
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, spec)
+        await kit.phase(bus, session, "running")
+        await kit.completion(bus, session)
+        await bus.once(
+            CompletionAborted(
+                session=session,
+                attempt=1,
+                completion="c2",
+                dialect="openai-chat",
+                stream=True,
+                request_hash="h",
+                reason="engine_error",
+                detail="503 from the engine",
+            )
+        )
+        (tmp_path / "run" / "attempts" / f"{session}.1" / "work" / "go").touch()
+        exited = (await kit.over(bus, session)).attempts[1].exited
+    assert exited is not None
+    assert (exited.fault, exited.cause, exited.detail) == ("infra", "engine", "503 from the engine")
 
 
 async def test_cancel_in_every_stage(bus: Bus, tmp_path: Path) -> None:
