@@ -19,7 +19,7 @@ from .client import Bus
 from .pull import Pull
 from .read import Stored, from_delivery
 
-__all__ = ["follow"]
+__all__ = ["follow", "scan"]
 
 _PAGE = 512
 _SILENCE_S = 8.0
@@ -57,6 +57,35 @@ async def follow(
             if bus.nc.is_closed:
                 return
             _log.info("following again", stream=stream, after=position, error=repr(error))
+            await asyncio.sleep(0.2)
+        finally:
+            if pull is not None:
+                await pull.close()
+
+
+async def scan(
+    bus: Bus, stream: str, filters: Sequence[str], *, after: int = 0, until: int = 0
+) -> AsyncIterator[Stored]:
+    """Messages that match and are there now, in order, from `after` + 1 up to `until` (0: the newest); then it ends."""
+    position = after
+    while True:
+        pull: Pull | None = None
+        try:
+            name, waiting = await _create(bus, stream, filters, position)
+            if not waiting:
+                return
+            pull = Pull(bus.nc, stream, name)
+            async for stored, pending in _messages(pull, None):
+                if until and stored.sequence > until:
+                    return
+                position = stored.sequence
+                yield stored
+                if not pending or position == until:
+                    return
+        except (BusError, nats.errors.Error, TimeoutError) as error:
+            if bus.nc.is_closed:
+                raise Unavailable(f"{stream}: the connection was closed while reading") from error
+            _log.info("reading on", stream=stream, after=position, error=repr(error))
             await asyncio.sleep(0.2)
         finally:
             if pull is not None:
