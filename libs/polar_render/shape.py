@@ -147,9 +147,11 @@ def to_chat(
         elif late and shape.late_system:
             role = shape.late_system
         entry: dict[str, TemplateValue] = {"role": role, "content": prompt_text(message, where)}
+        if message.name:
+            entry["name"] = message.name
         if message.role == "tool":
             entry["tool_call_id"] = message.call_id
-            if name := message.name or names.get(message.call_id, ""):
+            if not message.name and (name := names.get(message.call_id, "")):
                 entry["name"] = name
         chat.append(entry)
     return chat

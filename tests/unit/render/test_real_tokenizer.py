@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from polar_common.errors import RenderError
 from polar_render import CHATML_TOOLS, load_renderer, profile_for
 from polar_render.base import Head
 from polar_render.messages import Message, Text, ToolCall, ToolSpec
+from polar_render.shape import Shape, to_chat
 
 pytestmark = pytest.mark.model
 
@@ -54,3 +56,29 @@ def test_a_tool_conversation_grows_by_tails(directory: Path) -> None:
     assert [*prompt, *sampled, *tail] == full
     assert renderer.parse(sampled, head).parts == (Text("Now."), ToolCall("", "write", '{"path":  "ä.txt"}'))
     assert "".join(renderer.decode_tokens(full)) == renderer.decode(full)
+
+
+@pytest.mark.parametrize("template", ["own", CHATML_TOOLS])
+def test_it_agrees_with_transformers(directory: Path, template: str) -> None:
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(directory)
+    renderer = load_renderer(replace(profile_for(directory), template=template))
+    source = (
+        None if template == "own" else (resources.files("polar_render") / "templates/chatml_tools.jinja").read_text()
+    )
+    conversation = [Message("system", (Text("Be brief."),)), ASK, Message("assistant", (Text("ok <|im_end|>"),)), ASK]
+    head, tools = Head(), None
+    if template != "own":
+        head = Head(tools=(TOOL,))
+        tools = [
+            {
+                "type": "function",
+                "function": {"name": "write", "description": "writes a file", "parameters": TOOL.parameters},
+            }
+        ]
+        conversation.append(Message("assistant", (ToolCall("c1", "write", '{"path":  "ä"}'),)))
+        conversation.append(Message("tool", (Text("done"),), call_id="c1"))
+    chat = to_chat(conversation, Shape(raw_arguments=True))
+    expected = oracle.apply_chat_template(chat, tools=tools, chat_template=source, add_generation_prompt=True)
+    assert renderer.render(conversation, head) == list(expected["input_ids"])
