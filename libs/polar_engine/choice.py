@@ -80,6 +80,8 @@ class Choice(Generic[B]):
     kv_mixed: bool = False
     out: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    # The prefix cache's generation and what it then held of this prompt, while the choice waits.
+    held: tuple[int, int] = (-1, 0)
     prompt_scores: list[tuple[Scored, ...]] = field(default_factory=list)
     _waiting: list[Sampled] = field(default_factory=list)
     _text: str = ""

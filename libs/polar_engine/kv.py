@@ -77,10 +77,10 @@ class KvBuffer:
         """Own positions that fit without growing."""
         return int(self.data.shape[3])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, written or not. The shared part counts in full, since it lives as long as this buffer does."""
-        return (self.base + self.capacity) * self.shape.bytes_per_token
+    def parts(self) -> dict[int, int]:
+        """Bytes held, written or not, by the identity of the buffer that owns them: this one and its parent."""
+        owners = [self] if self.parent is None else [self, self.parent]
+        return {id(owner): owner.capacity * self.shape.bytes_per_token for owner in owners}
 
     def reserve(self, length: int) -> None:
         """Make room for `length` positions in all, by half as much again where it has to grow."""

@@ -27,9 +27,8 @@ class Buffer(Protocol):
     length: int
     claimed: bool
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
+    def parts(self) -> dict[int, int]:
+        """Bytes held, by owner: what two buffers share has one owner."""
 
     def fork(self, length: int, capacity: int) -> Self:
         """A copy of the first `length` positions."""
@@ -62,6 +61,8 @@ class PrefixCache(Generic[B]):
         self.limit = limit
         self.entries = entries
         self.used = 0
+        # Grows with every change, so that callers may keep a match until then.
+        self.generation = 0
         self._held: OrderedDict[int, _Entry[B]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -110,8 +111,15 @@ class PrefixCache(Generic[B]):
             if shared == len(entry.tokens):
                 self._drop(key)
         self._held[id(buffer)] = _Entry(tokens, salt, buffer)
-        self.used = sum(e.buffer.nbytes for e in self._held.values())
+        self.generation += 1
+        self.used = self._measure()
         self.shrink(self.limit)
+
+    def _measure(self) -> int:
+        owned: dict[int, int] = {}
+        for entry in self._held.values():
+            owned.update(entry.buffer.parts())
+        return sum(owned.values())
 
     def shrink(self, limit: int) -> None:
         """Evict until at most `limit` bytes are held. Buffers in use live on in their requests."""
@@ -122,7 +130,9 @@ class PrefixCache(Generic[B]):
         """Forget everything: the weights changed."""
         self._held.clear()
         self.used = 0
+        self.generation += 1
 
     def _drop(self, key: int) -> None:
         if self._held.pop(key, None) is not None:
-            self.used = sum(e.buffer.nbytes for e in self._held.values())
+            self.generation += 1
+            self.used = self._measure()

@@ -243,7 +243,9 @@ class Scheduler:
         ]
         if not shared or max(shared) <= _WORTH_WAITING:
             return False
-        return max(shared) > self._cache.match(seq.prompt, seq.call.salt) + _WORTH_WAITING
+        if seq.held[0] != self._cache.generation:
+            seq.held = (self._cache.generation, self._cache.match(seq.prompt, seq.call.salt))
+        return max(shared) > seq.held[1] + _WORTH_WAITING
 
     def _plan(self) -> list[tuple[Choice[KvBuffer], int]]:
         """Which choices take part in the next step, with how many tokens each."""

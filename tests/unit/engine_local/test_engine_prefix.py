@@ -18,14 +18,14 @@ class FakeBuffer:
     content: list[int] = field(default_factory=list)
     claimed: bool = False
     forks: int = 0
+    shared: dict[int, int] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
         return len(self.content)
 
-    @property
-    def nbytes(self) -> int:
-        return 10 * len(self.content)
+    def parts(self) -> dict[int, int]:
+        return {id(self): 10 * len(self.content)} | self.shared
 
     def fork(self, length: int, capacity: int) -> FakeBuffer:
         return FakeBuffer(self.content[:length], forks=1)
@@ -103,6 +103,15 @@ def test_least_recently_used_goes_first_and_bytes_are_bounded() -> None:
     assert cache.match(ids(2, 2, 2), "") == 0
     cache.clear()
     assert (cache.used, len(cache)) == (0, 0)
+
+
+def test_what_branches_share_counts_once() -> None:
+    cache: PrefixCache[FakeBuffer] = PrefixCache(10_000)
+    root = FakeBuffer([1, 2, 3])
+    cache.insert(ids(1, 2, 3), "", root)
+    for tail in (4, 5):
+        cache.insert(ids(1, 2, tail), "", FakeBuffer([tail], shared={id(root): 30}))
+    assert (len(cache), cache.used) == (3, 50)
 
 
 def test_what_another_buffer_covers_is_not_held_twice() -> None:
