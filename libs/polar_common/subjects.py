@@ -8,19 +8,24 @@ from __future__ import annotations
 from .ids import segment_of, token
 
 __all__ = [
-    "ANY_ARTIFACTS", "ANY_CANCEL", "ANY_CANCELLED", "ANY_COMPLETION", "ANY_FAILED", "ANY_GROUP_CLOSED",
-    "ANY_POLICY_ACTIVATED", "ANY_POLICY_PUBLISHED", "ANY_SEALED", "EVENTS", "LIFECYCLE", "blob", "build",
-    "build_filter", "closed_filter", "completion", "completion_filter", "dead_letter", "evaluation", "group",
-    "group_traces_filter", "policy", "queued_filter", "session", "session_filter", "session_traces", "task",
-    "task_filter", "trace", "trace_closed", "trace_filter", "trace_manifest", "trainer",
+    "ANY_ARTIFACTS", "ANY_CANCEL", "ANY_CANCELLED", "ANY_COMPLETION", "ANY_EVALUATED", "ANY_FAILED", "ANY_GROUP_CLOSED",
+    "ANY_LOST", "ANY_POLICY_ACTIVATED", "ANY_POLICY_PUBLISHED", "ANY_RUNNING", "ANY_SEALED", "ANY_SESSION", "EVENTS",
+    "LIFECYCLE", "blob", "build", "build_filter", "closed_filter", "completion", "completion_filter", "dead_letter",
+    "evaluation", "group", "group_traces_filter", "manifests_filter", "policy", "queued_filter", "session",
+    "session_filter", "session_traces", "session_traces_filter", "task", "task_filter", "trace", "trace_closed",
+    "trace_filter", "trace_manifest", "trainer",
 ]  # fmt: skip
 
 EVENTS = "polar.events.>"
+ANY_RUNNING = "polar.events.*.session.*.*.running"
+ANY_LOST = "polar.events.*.session.*.*.lost"
+ANY_EVALUATED = "polar.events.*.evaluation.*.*.*.evaluated"
 ANY_SEALED = "polar.events.*.session.*.*.sealed"
 ANY_ARTIFACTS = "polar.events.*.session.*.*.artifacts"
 ANY_CANCEL = "polar.events.*.session.*.0.cancel_requested"
 ANY_FAILED = "polar.events.*.session.*.0.failed"
 ANY_CANCELLED = "polar.events.*.session.*.0.cancelled"
+ANY_SESSION = "polar.events.*.session.>"
 ANY_COMPLETION = "polar.events.*.completion.>"
 ANY_GROUP_CLOSED = "polar.events.*.group.*.closed"
 ANY_POLICY_PUBLISHED = "polar.events.*.policy.*.published"
@@ -123,6 +128,11 @@ def closed_filter(run: str | None = None, build: str | None = None) -> str:
 def group_traces_filter(run: str, build: str, task: str) -> str:
     """A group's traces, manifests and closing."""
     return f"polar.traces.{token(run)}.{token(build)}.{task}.>"
+
+
+def manifests_filter(run: str | None = None, build: str | None = None) -> str:
+    """The manifests of a run and build; None for any."""
+    return f"polar.traces.{token(run) if run else '*'}.{token(build) if build else '*'}.*.*.manifest"
 
 
 def session_traces_filter(run: str, build: str, task: str, session: str) -> str:

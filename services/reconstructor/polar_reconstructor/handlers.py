@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 from prometheus_client import Counter, Histogram
@@ -54,6 +54,19 @@ class Reconstructor:
     async def built(self, session: str) -> bool:
         """Whether this build has spoken about the session."""
         return await self.bus.last(subjects.build(self.build, session, "*")) is not None
+
+    def decided(self, session: str, messages: Sequence[Stored]) -> bool:
+        """Whether these messages decide the session (damage does, too)."""
+        try:
+            return select(session, messages) is not None
+        except (TraceError, Poison):
+            return True
+
+    async def any_built(self, sessions: Iterable[str]) -> bool:
+        for session in sessions:
+            if await self.built(session):
+                return True
+        return False
 
     async def reconstruct(self, session: str, messages: Sequence[Stored]) -> str:
         """Build and publish from a session's messages; "" where nothing is decided yet, else `reconstructed|failed`."""

@@ -1,0 +1,158 @@
+"""Builds as the log tells them: which there are, what each made of a session, and how two differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from polar_common import subjects
+from polar_common.bus import Bus, scan
+from polar_common.errors import ConfigError
+from polar_common.events import BuildFailed, BuildReconstructed
+from polar_common.topology import TRACES, events_stream
+from polar_common.traces import TraceManifest
+
+__all__ = ["BuildFact", "BuildSummary", "Difference", "FateChange", "compare", "diff", "read_build", "summaries"]
+
+BuildFact = BuildReconstructed | BuildFailed
+TRAINED = "trained"
+
+
+@dataclass(slots=True)
+class BuildSummary:
+    """Sums over a build's sessions."""
+
+    build: str
+    rules: str = ""
+    rules_hash: str = ""
+    sessions: int = 0
+    failed: int = 0
+    traces: int = 0
+    trained: int = 0
+    tokens: int = 0
+    exact_spans: int = 0
+    drifted_spans: int = 0
+    ambiguous: int = 0
+    excluded: Counter[str] = field(default_factory=Counter)
+    """Reason → completions."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why sessions weren't built → sessions."""
+    first: datetime | None = None
+    last: datetime | None = None
+
+    @property
+    def exact_share(self) -> float | None:
+        spans = self.exact_spans + self.drifted_spans
+        return self.exact_spans / spans if spans else None
+
+    def add(self, event: BuildFact, time: datetime) -> None:
+        self.first, self.last = self.first or time, time
+        self.sessions += 1
+        self.rules_hash = event.rules_hash
+        if isinstance(event, BuildFailed):
+            self.failed += 1
+            self.reasons[event.reason] += 1
+            return
+        self.rules = event.rules
+        self.traces += event.traces
+        self.trained += event.trained_completions
+        self.tokens += event.sampled_tokens
+        self.exact_spans += event.exact_spans
+        self.drifted_spans += event.drifted_spans
+        self.ambiguous += event.ambiguous
+        self.excluded.update(event.excluded.values())
+
+
+async def summaries(bus: Bus, segment: str, build: str | None = None) -> list[BuildSummary]:
+    """One summary per build, by its first session."""
+    found: dict[str, BuildSummary] = {}
+    async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
+        event = stored.event
+        if isinstance(event, BuildReconstructed | BuildFailed):
+            found.setdefault(event.build, BuildSummary(event.build)).add(event, stored.time)
+    return list(found.values())
+
+
+async def read_build(bus: Bus, segment: str, build: str) -> dict[str, BuildFact]:
+    """Session → what the build said of it."""
+    found: dict[str, BuildFact] = {}
+    async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
+        if isinstance(stored.event, BuildReconstructed | BuildFailed):
+            found[stored.event.session] = stored.event
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class FateChange:
+    """A completion whose fate isn't the same: `trained`, a reason for not training it, or `not built`."""
+
+    session: str
+    completion: str
+    before: str
+    after: str
+
+
+@dataclass(slots=True)
+class Difference:
+    """Two builds beside each other. Sums are over the sessions that both made."""
+
+    before: BuildSummary
+    after: BuildSummary
+    common: int
+    only_before: list[str]
+    only_after: list[str]
+    same_traces: int
+    """Traces with one id in both."""
+    changes: list[FateChange]
+
+    @property
+    def kinds(self) -> Counter[tuple[str, str]]:
+        """(before, after) → completions."""
+        return Counter((c.before, c.after) for c in self.changes)
+
+
+async def diff(bus: Bus, segment: str, before: str, after: str) -> Difference:
+    """Compare two builds of the open segment. Raises ConfigError for a build that isn't there."""
+    facts = [await read_build(bus, segment, name) for name in (before, after)]
+    for name, found in zip((before, after), facts, strict=True):
+        if not found:
+            raise ConfigError("there is no build of that name", name)
+    ids = [await _trace_ids(bus, name) for name in (before, after)]
+    return compare(before, after, facts[0], facts[1], len(ids[0] & ids[1]))
+
+
+def compare(
+    before: str, after: str, old: Mapping[str, BuildFact], new: Mapping[str, BuildFact], same_traces: int
+) -> Difference:
+    """The difference of two builds' facts. Pure."""
+    both = sorted(old.keys() & new.keys())
+    sums = [BuildSummary(before), BuildSummary(after)]
+    changes: list[FateChange] = []
+    for session in both:
+        for summary, facts in zip(sums, (old, new), strict=True):
+            summary.add(facts[session], facts[session].time)
+        changes += _changes(session, old[session], new[session])
+    only = [sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())]
+    return Difference(sums[0], sums[1], len(both), only[0], only[1], same_traces, changes)
+
+
+def _changes(session: str, old: BuildFact, new: BuildFact) -> list[FateChange]:
+    if isinstance(old, BuildFailed) or isinstance(new, BuildFailed):
+        told = [f"failed: {e.reason}" if isinstance(e, BuildFailed) else "built" for e in (old, new)]
+        return [FateChange(session, "", told[0], told[1])] if told[0] != told[1] else []
+    found = []
+    # What neither excludes both train.
+    for name in sorted(old.excluded.keys() | new.excluded.keys()):
+        before, after = old.excluded.get(name, TRAINED), new.excluded.get(name, TRAINED)
+        if before != after:
+            found.append(FateChange(session, name, before, after))
+    return found
+
+
+async def _trace_ids(bus: Bus, build: str) -> set[str]:
+    found: set[str] = set()
+    async for stored in scan(bus, TRACES, [subjects.manifests_filter(build=build)]):
+        found.update(TraceManifest.model_validate_json(stored.body).traces)
+    return found

@@ -1,0 +1,154 @@
+"""Replay on a real server: under the same rules the same ids, under others an account of what changed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from tests.scripted_sessions import Script
+
+from polar_common import subjects
+from polar_common.bus import Bus
+from polar_common.errors import ConfigError, Unavailable
+from polar_common.events import GroupClosed, GroupMember, SessionAccepted
+from polar_common.ids import FIRST_SEGMENT, task_id
+from polar_common.topology import TRACES
+from polar_common.traces import GroupTraces, Trace
+from polar_reconstructor.builds import diff, read_build, summaries
+from polar_reconstructor.handlers import Reconstructor
+from polar_reconstructor.replay import Choice, Replay
+from polar_reconstructor.rules import BUILT_IN, RuleSet
+
+pytestmark = pytest.mark.nats
+E = 99
+
+
+async def live(bus: Bus, tasks: int = 3, run: str = "run") -> list[Script]:
+    """Sessions of several shapes, built as they end, two to a task, each task's group closed."""
+    service = Reconstructor(bus, "live", BUILT_IN["exact"])
+    scripts = []
+    for number in range(tasks):
+        task = task_id(FIRST_SEGMENT, run, f"t{number}")
+        members = []
+        for index in range(2):
+            script = Script(task=task, index=index, run=run)
+            script.add(
+                SessionAccepted(run=run, task=task, session=script.session, attempt=0, index=index, work_class="local")
+            )
+            script.started().call("c1", [1, number], [10, E]).call("c2", [1, number, 10, E, 5], [20, E], parent="c1")
+            script.call("e", [1, number, 10, E, 5, 70, E, 6], [30, E], parent="c2", chain_class="continued")
+            script.call("side", [5], [6, E], tools=False)
+            script.ended() if number else script.ended(fault="infra").failed()
+            await script.publish(bus)
+            end = subjects.session(script.session, 1, "artifacts")
+            stored = await bus.last(end if number else subjects.session(script.session, 0, "failed"))
+            assert stored is not None
+            await service.on_ended(stored)
+            members.append(GroupMember(session=script.session, outcome="passed", reward=1.0, trainable=bool(number)))
+            scripts.append(script)
+        closed = GroupClosed(
+            run=run, task=task, expected=2, terminal=2, trainable=2, by="complete", members=tuple(members)
+        )
+        await bus.once(closed)
+        await service.project(closed)
+    return scripts
+
+
+async def bodies(bus: Bus, build: str) -> dict[str, bytes]:
+    found = await bus.read(TRACES, [f"polar.traces.*.{build}.>"])
+    return {m.subject.replace(f".{build}.", ".*."): m.body for m in found}
+
+
+def trace_ids(messages: dict[str, bytes]) -> dict[str, str]:
+    return {k: Trace.model_validate_json(b).trace_id for k, b in messages.items() if k.rpartition(".")[2].isdigit()}
+
+
+async def replay(bus: Bus, build: str, rules: RuleSet = BUILT_IN["exact"], **options: Any) -> Replay:
+    made = Replay(bus, build, rules, FIRST_SEGMENT, **options)
+    await made.run()
+    return made
+
+
+async def test_the_same_rules_give_the_same_trace_ids_and_groups(bus: Bus) -> None:
+    scripts = await live(bus)
+    made = await replay(bus, "again")
+    assert made.report.results == {"reconstructed": len(scripts), "open": 0}
+    assert made.report.groups == 3 and made.report.position == made.report.end
+    first, again = await bodies(bus, "live"), await bodies(bus, "again")
+    assert first.keys() == again.keys()
+    assert trace_ids(first) == trace_ids(again) and len(trace_ids(first)) == 8
+    for subject, body in first.items():
+        assert body.replace(b'"live"', b'"again"') == again[subject] or subject.endswith(".closed")
+    groups = [GroupTraces.model_validate_json(m[k]) for m in (first, again) for k in m if k.endswith(".closed")]
+    assert [g.action_tokens for g in groups[:3]] == [g.action_tokens for g in groups[3:]] == [0, 12, 12]
+
+
+async def test_a_replay_that_was_broken_off_goes_on(bus: Bus) -> None:
+    await live(bus)
+
+    class Dying(Bus):
+        left = 5
+
+        async def once_raw(self, *args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Unavailable("killed")
+            self.left -= 1
+            return await super().once_raw(*args, **kwargs)
+
+    with suppress(Unavailable):
+        await replay(Dying(bus.nc, "test/dying"), "again")
+    made = await replay(bus, "again")
+    assert made.report.results["there"] < 6
+    assert made.report.results["there"] + made.report.results["reconstructed"] == 6
+    assert trace_ids(await bodies(bus, "live")) == trace_ids(await bodies(bus, "again"))
+    third = await replay(bus, "again")
+    assert third.report.results == {"there": 6, "open": 0} and third.report.groups == 0
+
+
+async def test_a_build_keeps_its_rules(bus: Bus) -> None:
+    await live(bus, 2)
+    with pytest.raises(ConfigError, match="other rules"):
+        await replay(bus, "live", BUILT_IN["per_request"])
+
+
+async def test_only_what_was_chosen_is_replayed(bus: Bus) -> None:
+    first = await live(bus, 2, run="one")
+    await live(bus, 2, run="two")
+    made = await replay(bus, "r1", choice=Choice(run="one"))
+    assert made.report.results["reconstructed"] == 4 and made.report.groups == 2
+    made = await replay(bus, "r2", choice=Choice(sessions=frozenset({first[-1].session})))
+    assert made.report.results["reconstructed"] == 1
+    made = await replay(bus, "r3", choice=Choice(until=datetime(2020, 1, 1, tzinfo=UTC)))
+    assert made.report.results == {"open": 0}
+    made = await replay(bus, "r4", choice=Choice(since=datetime(2020, 1, 1, tzinfo=UTC)), rate=1e6)
+    assert made.report.results["reconstructed"] == 8
+
+
+async def test_a_session_without_an_end_stays_open(bus: Bus) -> None:
+    await Script().started().call("c1", [1], [2, E]).publish(bus)
+    made = await replay(bus, "again")
+    assert made.report.results == {"open": 1}
+
+
+async def test_other_rules_are_accounted_for_in_the_difference(bus: Bus) -> None:
+    scripts = await live(bus)
+    rules = RuleSet(name="all", rule="per_request", side="train")
+    await replay(bus, "wide", rules)
+    found = await diff(bus, FIRST_SEGMENT, "live", "wide")
+    assert found.common == len(scripts) and not found.only_before and not found.only_after
+    assert found.kinds == {("side", "trained"): 4}
+    assert (found.before.traces, found.after.traces) == (8, 16)
+    assert found.before.exact_share == found.after.exact_share == 1.0
+    named = {s.build: s for s in await summaries(bus, FIRST_SEGMENT)}
+    assert named["live"].excluded == {"side": 4, "infra_error": 8}
+    assert named["wide"].rules == "all" and named["wide"].sessions == 6
+    assert len(await read_build(bus, FIRST_SEGMENT, "wide")) == 6
+    with pytest.raises(ConfigError, match="nowhere"):
+        await diff(bus, FIRST_SEGMENT, "live", "nowhere")
+
+
+async def test_an_empty_log_is_replayed_into_nothing(bus: Bus) -> None:
+    made = await replay(bus, "again")
+    assert made.report.end == 0 and made.report.results == {"open": 0}
