@@ -8,12 +8,12 @@ from __future__ import annotations
 from .ids import segment_of, token
 
 __all__ = [
-    "ANY_ARTIFACTS", "ANY_CANCEL", "ANY_CANCELLED", "ANY_COMPLETION", "ANY_EVALUATED", "ANY_FAILED", "ANY_GROUP_CLOSED",
-    "ANY_LOST", "ANY_POLICY_ACTIVATED", "ANY_POLICY_PUBLISHED", "ANY_RUNNING", "ANY_SEALED", "ANY_SESSION", "EVENTS",
-    "LIFECYCLE", "blob", "build", "build_filter", "closed_filter", "completion", "completion_filter", "dead_letter",
-    "evaluation", "group", "group_traces_filter", "manifests_filter", "policy", "queued_filter", "session",
-    "session_filter", "session_traces", "session_traces_filter", "task", "task_filter", "trace", "trace_closed",
-    "trace_filter", "trace_manifest", "trainer",
+    "ANY_ARTIFACTS", "ANY_CANCEL", "ANY_CANCELLED", "ANY_COMPLETION", "ANY_EVALUATED", "ANY_FAILED",
+    "ANY_GROUP_CLOSED", "ANY_LOST", "ANY_POLICY_ACTIVATED", "ANY_POLICY_PUBLISHED", "ANY_RUNNING", "ANY_SEALED",
+    "ANY_SESSION", "EVENTS", "LIFECYCLE", "blob", "build", "build_filter", "closed_filter", "completion",
+    "completion_filter", "dead_letter", "evaluation", "group", "group_traces_filter", "manifests_filter", "policy",
+    "queued_filter", "session", "session_filter", "session_traces", "session_traces_filter", "task", "task_filter",
+    "trace", "trace_closed", "trace_filter", "trace_manifest", "trainer",
 ]  # fmt: skip
 
 EVENTS = "polar.events.>"

@@ -63,6 +63,8 @@ class EvaluatorSpec(_Strict):
     timeout_s: Annotated[float, Field(gt=0)] = 120
     prepare: tuple[Step, ...] = ()
     """Steps in the evaluator's own clean copy, after the task's and before the agent's patch."""
+    prewarm: bool = False
+    """Make that copy while the agent still runs; worth it where preparing takes long."""
     args: dict[str, Any] = {}
 
 

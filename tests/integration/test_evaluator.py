@@ -9,19 +9,28 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import gateway_kit as kit
 import pytest
 
 from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Worker
 from polar_common.errors import RuntimeUnavailable
-from polar_common.events import EvaluationEvaluated, SessionArtifacts, SessionClaimed, SessionExited, now
+from polar_common.events import (
+    EvaluationEvaluated,
+    SessionArtifacts,
+    SessionClaimed,
+    SessionEvent,
+    SessionExited,
+    SessionLost,
+    SessionRunning,
+    now,
+)
 from polar_common.task_spec import TaskSpec
 from polar_common.topology import Topology, consumers
 from polar_evaluator.handlers import Evaluations
 from polar_evaluator.settings import EvaluatorSettings
 from polar_runtime import RuntimeSpec, make_runtime, pack_files
-import gateway_kit as kit
 
 pytestmark = pytest.mark.nats
 EVALUATOR = next(c for c in consumers(Topology()) if c.durable == "evaluator")
@@ -93,7 +102,7 @@ async def test_exit_code_and_answer_decide(bus: Bus, tmp_path: Path) -> None:
     async with evaluator(bus, tmp_path) as evaluations:
         first, second = await ended(bus, good, answer=b"yes"), await ended(bus, bad, answer=b"no")
         passed, failed = await evaluated(bus, first), await evaluated(bus, second)
-        assert evaluations.live == set()
+        assert evaluations.copies.live == set()
     assert (passed.outcome, passed.reward, passed.exit_code) == ("passed", 1.0, 0)
     assert (failed.outcome, failed.reward, failed.exit_code) == ("failed", 0.0, 1)
     assert os.listdir(tmp_path / "run" / "evaluations") == []
@@ -250,3 +259,46 @@ async def test_expected_answers(bus: Bus, tmp_path: Path, args: dict[str, Any], 
     async with evaluator(bus, tmp_path):
         event = await evaluated(bus, await ended(bus, task({"kind": "answer", "args": args}), answer=answer))
     assert event.outcome == outcome
+
+
+async def test_a_clean_copy_is_made_while_the_agent_runs_and_used_once(bus: Bus, tmp_path: Path) -> None:
+    made: list[str] = []
+
+    def counting(spec: RuntimeSpec) -> Any:
+        made.append(spec.label)
+        return make_runtime(spec)
+
+    prepare = [{"exec": "echo prepared > p.txt"}]
+    warm = {"command": "grep -q prepared p.txt", "prewarm": True, "prepare": prepare}
+    sessions = {name: await started(bus, task(warm, name=name)) for name in ("used", "lost")}
+    plain = await started(bus, task({"command": "true"}, name="plain"))
+    async with evaluator(bus, tmp_path, make=counting) as evaluations:
+        following = asyncio.ensure_future(evaluations.prewarmed.follow())
+        await asyncio.sleep(0.3)
+        for session in (plain, *sessions.values()):
+            await advance(bus, session, SessionRunning(session=session, attempt=1))
+        async with asyncio.timeout(10):
+            while len(made) < 2:
+                await asyncio.sleep(0.02)
+        await advance(bus, sessions["used"], SessionExited(session=sessions["used"], attempt=1, exit_code=0))
+        await advance(bus, sessions["used"], SessionArtifacts(session=sessions["used"], attempt=1))
+        event = await evaluated(bus, sessions["used"])
+        await advance(bus, sessions["lost"], SessionLost(session=sessions["lost"], attempt=1))
+        async with asyncio.timeout(10):
+            while evaluations.copies.live:
+                await asyncio.sleep(0.02)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert (event.outcome, len(made)) == ("passed", 2)
+    assert os.listdir(tmp_path / "run" / "evaluations") == []
+
+
+async def started(bus: Bus, spec: TaskSpec) -> str:
+    session = await kit.release(bus, spec)
+    claimed = SessionClaimed(session=session, attempt=1, gateway="g", attempt_deadline=now(), session_deadline=now())
+    await advance(bus, session, claimed)
+    return session
+
+
+async def advance(bus: Bus, session: str, event: SessionEvent) -> None:
+    await bus.transition(event, (await kit.load(bus, session)).last_seq)

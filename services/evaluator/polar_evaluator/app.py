@@ -11,6 +11,7 @@ from polar_common.bus import Bus, Worker
 from polar_common.errors import ConfigError, PolarError
 from polar_common.ids import segment_of
 from polar_common.service import Service
+from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import Topology, consumers
 from polar_runtime import reap
 
@@ -41,6 +42,7 @@ class EvaluatorService:
         spec = next(c for c in consumers(topology) if c.durable == "evaluator")
         worker = Worker(service.bus, spec, evaluations.on_artifacts, settings.evaluator_slots)
         service.background("work", lambda: self._work(worker))
+        service.background("prewarm", lambda: self._prewarm(evaluations))
         service.background("reaper", lambda: self._reap(evaluations))
 
     async def _work(self, worker: Worker) -> None:
@@ -53,6 +55,16 @@ class EvaluatorService:
         finally:
             await worker.abandon()
             await asyncio.gather(working, return_exceptions=True)
+
+    async def _prewarm(self, evaluations: Evaluations) -> None:
+        following = spawn(evaluations.prewarmed.follow(), name="prewarm")
+        stopping = spawn(self.service.stop.wait(), name="stopping")
+        try:
+            await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+        finally:
+            await cancel_and_wait(following, stopping)
 
     async def _reap(self, evaluations: Evaluations) -> None:
         settings, stop = self.settings, self.service.stop
@@ -71,7 +83,7 @@ async def is_live(bus: Bus, evaluations: Evaluations, label: str) -> bool:
     """In doubt it lives: evaluators of one host see each other's copies. One whose evaluation is done is dead."""
     session, _, rest = label.partition(".")
     attempt, _, _ = rest.partition(".")
-    if label in evaluations.live or not attempt.isdigit():
+    if label in evaluations.copies.live or not attempt.isdigit():
         return True
     try:
         segment_of(session)

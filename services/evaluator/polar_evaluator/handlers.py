@@ -15,15 +15,15 @@ from polar_common.bus import Bus, Lease
 from polar_common.bus.poison import BACKOFFS_S
 from polar_common.errors import BusError, ConfigError, Conflict, EvaluationError, Poison, PolarError, Unavailable
 from polar_common.events import EvaluationEvaluated, SessionArtifacts
-from polar_common.ids import new_id
 from polar_common.packing import BlobRef
 from polar_common.session_state import Attempt, SessionState, fold
 from polar_runtime import Runtime, RuntimeSpec, make_runtime
 
-from .clean import clean_copy, runtime_spec
+from .clean import Copies
 from .domain import outcome_of, reward_of, wanted
 from .evaluators.base import Case, Evaluator, Verdict
 from .evaluators.registry import find
+from .prewarm import Prewarmed
 from .settings import EvaluatorSettings
 
 __all__ = ["LIVE", "Evaluations"]
@@ -37,7 +37,7 @@ _outcomes = Counter("polar_evaluations", "Evaluations", ["evaluator", "outcome"]
 
 
 class Evaluations:
-    """The handler of one evaluator process. `live` holds the labels of its runtimes."""
+    """The handler of one evaluator process."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Evaluations:
         self._bus = bus
         self._settings = settings
         self._blobs = Blobs(bus, settings.segment)
-        self._make = make
         self._find = find_evaluator
-        self.live: set[str] = set()
+        self.copies = Copies(settings, self._blobs, make)
+        self.prewarmed = Prewarmed(bus, self.copies, settings.segment, settings.evaluator_prewarmed)
 
     async def on_artifacts(self, lease: Lease) -> None:
         """One delivery of an attempt's `artifacts`."""
@@ -61,6 +61,7 @@ class Evaluations:
         session, attempt = artifacts.session, artifacts.attempt
         state = await self._state(session, lease.stored.sequence)
         if not wanted(state, attempt) or await self._done(session, attempt):
+            await self.prewarmed.drop(session)
             return
         current = state.attempts[attempt]
         try:
@@ -91,19 +92,14 @@ class Evaluations:
         spec = queued.spec
         evaluator = self._find(spec.evaluator.kind)
         evaluator.check(spec.evaluator)
-        files, patch, answer = [await self._body(r) for r in (queued.files, artifacts.patch, artifacts.answer)]
+        patch, answer = await self._body(artifacts.patch), await self._body(artifacts.answer)
         began = time.monotonic()
 
         @asynccontextmanager
         async def clean() -> AsyncIterator[Runtime]:
-            label = f"{artifacts.session}.{artifacts.attempt}.{new_id()[:8]}"
-            self.live.add(label)
-            try:
-                runtime = self._make(runtime_spec(self._settings, spec, label))
-                async with clean_copy(runtime, spec, files, patch) as filled:
-                    yield filled
-            finally:
-                self.live.discard(label)
+            warm = await self.prewarmed.take(artifacts.session)
+            async with self.copies.clean(queued, patch, warm) as filled:
+                yield filled
 
         log_bytes = int(self._settings.evaluator_log_mb * (1 << 20))
         verdict = await _asked(evaluator, Case(spec, answer, patch, clean, log_bytes))

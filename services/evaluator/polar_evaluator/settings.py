@@ -17,6 +17,8 @@ class EvaluatorSettings(HouseSettings):
 
     evaluator_slots: Annotated[int, Field(ge=1)] = 4
     """Evaluations at once; each may hold a runtime."""
+    evaluator_prewarmed: Annotated[int, Field(ge=0)] = 4
+    """Clean copies made ahead, for tasks that ask for it; each waits as long as its agent runs."""
     evaluator_root: Path | None = None
     """Where clean copies are; by default `DATA/run/evaluations`."""
     evaluator_isolation: Literal["auto", "bubblewrap", "none"] = "auto"
