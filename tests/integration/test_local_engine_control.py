@@ -82,7 +82,7 @@ def busy(engine: EngineThread) -> Callable[[], bool]:
 
 def stopped_within_a_step(engine: EngineThread) -> None:
     """The engine noticed, and at most the step under way was still finished."""
-    until(lambda: engine.host.load_count == 0, 2)
+    until(lambda: engine.host.load_count == 0)
     engine.host.scheduler.clear_cache().result(2)
     steps = engine.host.scheduler.steps
     time.sleep(0.05)
