@@ -28,6 +28,7 @@ _BUILT_IN = {
     "task": "polar_common.cli.tasks:task",
     "session": "polar_common.cli.tasks:session",
     "query": "polar_common.cli.query:query",
+    "verify": "polar_common.cli.verify:verify",
     "run-service": "polar_common.cli.house:run_service",
 }
 
