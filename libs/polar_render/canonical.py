@@ -31,11 +31,8 @@ _SIZE = 16
 
 
 def _hash(*fields: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=_SIZE)
-    for field in fields:
-        digest.update(len(field).to_bytes(8, "little"))
-        digest.update(field)
-    return digest.digest()
+    joined = b"".join([part for field in fields for part in (len(field).to_bytes(8, "little"), field)])
+    return hashlib.blake2b(joined, digest_size=_SIZE).digest()
 
 
 def _arguments(call: ToolCall) -> bytes:

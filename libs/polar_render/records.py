@@ -4,176 +4,31 @@ A captured completion stores its prompt as *(base, shared, new ids)* and its mes
 so that a session grows linearly (LOG §8). Bases are acknowledged completions of the same attempt with a lower
 sequence. After `MAX_LINKS` links a completion names the whole chain at once (`via`), so that nobody follows more than
 `MAX_LINKS` references; where a base holds far more than is shared, the prompt is written out in full.
-Readers call `resolve_session`; writers keep one `Link` per acknowledged completion and call `refer` and `head_ref`.
+Readers call `resolve_session`; the writing half is in `references.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import orjson
-import zstandard
 
 from polar_common.errors import BlobError, PolarError, TraceError
-from polar_common.events import CompletionCaptured, HeadRef, MessagesRef, PromptRef
-from polar_common.packing import INLINE_LIMIT, BlobRef, Column, pack, unpack, unzip
+from polar_common.events import CompletionCaptured
+from polar_common.packing import BlobRef, Column, unpack, unzip
 
 from .base import Head
-from .canonical import head_key
-from .messages import Json, Message, from_json, to_json, tool_from_json, tool_to_json
+from .messages import Message, from_json, tool_from_json
+from .references import MAX_LINKS, Blob, Echo, Ids, Link, Written, column, common_prefix, head_ref, refer
 
 __all__ = [
-    "MAX_LINKS", "Blob", "Echo", "Ids", "Link", "ResolvedCompletion", "Written", "blobs_needed", "common_prefix",
-    "head_ref", "refer", "resolve_session",
+    "MAX_LINKS", "Blob", "Echo", "Ids", "Link", "ResolvedCompletion", "Written", "blobs_needed", "column",
+    "common_prefix", "head_ref", "refer", "resolve_session",
 ]  # fmt: skip
-
-Ids = npt.NDArray[np.int32]
-Blob = tuple[BlobRef, bytes]
-"""A body that has to be acknowledged before the event that names it is published."""
-
-MAX_LINKS = 32
-_WASTE = 8
-"""A prompt is written in full when resolving it would read more than this many times its own length."""
-_JSON_BLOB = "application/json+zstd"
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """A message that repeats, canonically, the answer of a completion of this session."""
-
-    completion: str
-
-
-# -- writing
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a later completion has to know about an acknowledged one in order to refer to it.
-
-    `context`: prompt + sampled ids. `messages`: how many the harness sent. `chain`: the completions whose own
-    new + sampled ids make up the context, oldest first; None where one of them is shared in part. `links`: references
-    to follow; `reads`: ids read in doing so. `message_chain`, `message_links`: the same for messages.
-    """
-
-    completion: str
-    context: Ids
-    messages: int
-    chain: tuple[str, ...] | None = None
-    links: int = 0
-    reads: int = 0
-    message_chain: tuple[str, ...] | None = None
-    message_links: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A completion's references, the bodies to be stored before it, and the link for those that come after it."""
-
-    prompt: PromptRef
-    messages: MessagesRef
-    blobs: tuple[Blob, ...]
-    link: Link
-
-
-def common_prefix(left: Ids, right: Ids) -> int:
-    """Number of equal ids at the beginning."""
-    size = min(len(left), len(right))
-    different = left[:size] != right[:size]
-    at = int(different.argmax()) if size else 0
-    return at if size and different[at] else size
-
-
-def refer(
-    completion: str,
-    prompt: Ids,
-    sampled: Ids,
-    messages: Sequence[Message | Echo],
-    base: Link | None = None,
-    shared_messages: int = 0,
-) -> Written:
-    """Prompt and messages in terms of `base`, whose first `shared_messages` messages begin `messages`."""
-    context = np.concatenate((prompt, sampled))
-    ids, id_blob, chain, links, reads = _prompt(completion, prompt, len(context), base)
-    said, said_blob, message_chain, message_links = _messages(completion, messages, base, shared_messages)
-    link = Link(completion, context, len(messages), chain, links, reads, message_chain, message_links)
-    return Written(ids, said, tuple(b for b in (id_blob, said_blob) if b is not None), link)
-
-
-def _prompt(
-    completion: str, prompt: Ids, context: int, base: Link | None
-) -> tuple[PromptRef, Blob | None, tuple[str, ...] | None, int, int]:
-    length = len(prompt)
-    shared = common_prefix(base.context, prompt) if base is not None else 0
-    if base is not None and shared and base.reads <= _WASTE * length:
-        chain = base.chain if shared == len(base.context) else None
-        grown = (*chain, completion) if chain is not None else None
-        if base.links < MAX_LINKS:
-            column, blob = pack(prompt[shared:], "i32")
-            ref = PromptRef(base=base.completion, shared=shared, new=column, length=length)
-            return ref, blob, grown, base.links + 1, base.reads + context - shared
-        if chain is not None:
-            column, blob = pack(prompt[shared:], "i32")
-            return PromptRef(via=chain, shared=shared, new=column, length=length), blob, grown, 0, context
-    column, blob = pack(prompt, "i32")
-    return PromptRef(new=column, length=length), blob, (completion,), 0, context
-
-
-def _messages(
-    completion: str, messages: Sequence[Message | Echo], base: Link | None, shared: int
-) -> tuple[MessagesRef, Blob | None, tuple[str, ...] | None, int]:
-    via: tuple[str, ...] = ()
-    name, links = "", 0
-    chain: tuple[str, ...] | None = (completion,)
-    if base is not None and shared:
-        known = base.message_chain if shared == base.messages else None
-        if base.message_links < MAX_LINKS:
-            name, links = base.completion, base.message_links + 1
-            chain = (*known, completion) if known is not None else None
-        elif known is not None:
-            via, chain = known, (*known, completion)
-        else:
-            shared = 0
-    else:
-        shared = 0
-    bodies = [{"echo": m.completion} if isinstance(m, Echo) else to_json(m) for m in messages[shared:]]
-    written = orjson.dumps(bodies)
-    if len(written) <= INLINE_LIMIT:
-        return MessagesRef(base=name, via=via, shared=shared, new=tuple(bodies)), None, chain, links
-    blob = _json_blob(written)
-    return MessagesRef(base=name, via=via, shared=shared, blob=blob[0]), blob, chain, links
-
-
-def head_ref(head: Head, at: str = "", key: bytes = b"") -> tuple[HeadRef, Blob | None]:
-    """The head, or the completion `at` which holds its body. `key`: its `head_key`, where it is known."""
-    name = (key or head_key(head)).hex()
-    if at:
-        return HeadRef(hash=name, at=at), None
-    body: dict[str, Json] = {
-        "tools": [tool_to_json(t) for t in head.tools],
-        "response_format": head.response_format,
-        "template_args": head.template_args,
-    }
-    body = {k: v for k, v in body.items() if v}
-    written = orjson.dumps(body)
-    if len(written) <= INLINE_LIMIT:
-        return HeadRef(hash=name, body=body), None
-    blob = _json_blob(written)
-    return HeadRef(hash=name, blob=blob[0]), blob
-
-
-def _json_blob(written: bytes) -> Blob:
-    body = zstandard.ZstdCompressor(level=3).compress(written)
-    return BlobRef(sha256=hashlib.sha256(body).hexdigest(), size=len(body), media_type=_JSON_BLOB), body
-
-
-# -- reading
 
 
 def blobs_needed(captured: Iterable[CompletionCaptured]) -> list[BlobRef]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ class Proxy:
 
     async def run(self) -> None:
         """Until stopped."""
-        await self.house.run(self._setup)
+        try:
+            await self.house.run(self._setup)
+        finally:
+            if self.service is not None:
+                await self.service.pool.close()
 
     async def _setup(self) -> None:
         settings, bus = self.settings, self.house.bus
@@ -93,6 +98,7 @@ class Proxy:
         self.house.background("followers", lambda: self._while(following, sweeping, watching))
         while not seals.caught_up and not following.done():
             await asyncio.sleep(0.01)
+        _settle_memory()
         await self._listen(ProxyApp(service))
 
     async def _while(self, *tasks: asyncio.Task[None]) -> None:
@@ -122,6 +128,13 @@ class Proxy:
         uds = await serve_http(app, self.house, host="", port=0, uds=str(path), **options)
         self.house.background("socket", uds)
         self.house.facts["socket"] = str(Path(path).absolute())
+
+
+def _settle_memory() -> None:
+    """Vocabulary and code live for ever: the collector needn't walk them again and again under load."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 async def _wait(event: asyncio.Event) -> None:

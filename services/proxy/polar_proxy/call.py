@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from polar_common.errors import BusError, EngineDown, EngineError, PolarError, RequestError
-from polar_common.events import EngineFacts, SamplingUsed
+from polar_common.events import SamplingUsed
 from polar_common.ids import new_id
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_proxy.dialects.base import Dialect, Encoder, Frame, Minted, Reply, Usage
@@ -60,7 +60,7 @@ class Call:
     replica: Replica
     exchange: Exchange
     publisher: Publisher
-    engine: EngineFacts
+    engine: bytes
     keepalive_s: float
     choices: list[Choice] = field(default_factory=list)
     started: float = field(default_factory=time.time)
@@ -221,7 +221,8 @@ class Call:
             choice.live.committing = True
             assert choice.sample is not None and self.replica.capabilities is not None
             facts = CallFacts(
-                completion=choice.live.completion, key=self.session.key, used=choice.used, engine=self.engine,
+                completion=choice.live.completion, key=self.session.key, producer=self.publisher.producer,
+                used=choice.used, engine=self.engine,
                 capabilities=self.replica.capabilities, policy_seq=self.replica.policy_seq,
                 salt=choice.request.cache_salt, started=self.started, ttft=choice.ttft, duration=now, choice=number,
                 parallel_of=first if number else "", constrained=choice.request.guide is not None,
@@ -237,7 +238,7 @@ class Call:
         assert choice.captured is not None
         await self.publisher.captured(self.session, choice.captured)
         choice.settled = True
-        METRICS.captured(choice.captured.event)
+        METRICS.captured(choice.captured)
 
     def _replies(self) -> list[Reply]:
         tokens = self.plan.request.sampling.logprobs

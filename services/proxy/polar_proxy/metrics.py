@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from polar_common.events import CompletionCaptured
+from .capture import Captured
 
 __all__ = ["METRICS", "Metrics"]
 
@@ -21,6 +21,8 @@ class Metrics:
             "polar_proxy_completions", "Captured completions", ["dialect", "chain", "untrainable"], registry=r
         )
         self.tokens = Counter("polar_proxy_tokens", "Tokens", ["kind"], registry=r)
+        self._children: dict[tuple[str, ...], Counter] = {}
+        self._prompt, self._sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
         self.aborted = Counter("polar_proxy_aborted", "Calls that came to nothing", ["reason"], registry=r)
         self.undelivered = Counter("polar_proxy_undelivered", "Captured answers nobody received", registry=r)
         self.rejected = Counter("polar_proxy_rejected", "Refused calls", ["reason"], registry=r)
@@ -33,11 +35,20 @@ class Metrics:
         )
         self.duration = Histogram("polar_proxy_call_seconds", "Whole calls", buckets=_SECONDS, registry=r)
 
-    def captured(self, event: CompletionCaptured) -> None:
-        self.completions.labels(event.dialect, event.chain_class, event.untrainable or "no").inc()
-        self.tokens.labels("prompt").inc(event.prompt.length)
-        self.tokens.labels("sampled").inc(event.sampled.n)
-        self.duration.observe(event.duration_s)
+    def captured(self, item: Captured) -> None:
+        """Count a completion."""
+        self._child(item.plan.request.dialect, item.plan.chain, item.verdict.untrainable or "no").inc()
+        usage = item.node.usage
+        self._prompt.inc(usage.prompt_tokens)
+        self._sampled.inc(usage.completion_tokens)
+        self.duration.observe(item.facts.duration)
+
+    def _child(self, *labels: str) -> Counter:
+        """`labels` checks and locks; the few combinations there are needn't be looked up that way every time."""
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self.completions.labels(*labels)
+        return child
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import structlog
 
+from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.errors import BusError
 from polar_common.events import CompletionAborted, CompletionRejected, CompletionUndelivered
@@ -33,23 +34,26 @@ class Publisher:
     def __init__(self, bus: Bus, sessions: Sessions) -> None:
         self._bus = bus
         self._sessions = sessions
+        self.producer = bus.producer
 
     async def captured(self, session: Session, item: Captured) -> None:
         """Blobs, event, index. Raises BusError; the attempt is then doubtful: the log may hold the event."""
-        store = self._sessions.blobs(segment_of(session.key.session))
+        key, name = session.key, item.node.completion
         try:
             if item.blobs:
+                store = self._sessions.blobs(segment_of(key.session))
                 await asyncio.gather(*(store.put_as(ref, body) for ref, body in item.blobs))
-            done = await self._bus.once(item.event)
+            subject = subjects.completion(key.session, key.attempt, name, "captured")
+            done = await self._bus.once_raw(subject, item.body, item.hash, name)
         except BusError:
             session.doubtful = True
             raise
         item.node.sequence = done.sequence
         session.index.add(item.node)
-        session.index.tokens += item.event.sampled.n
-        for name in item.event.delivered:
-            if name in session.delivered:
-                session.delivered.remove(name)
+        session.index.tokens += item.node.usage.completion_tokens
+        for told in item.facts.delivered:
+            if told in session.delivered:
+                session.delivered.remove(told)
 
     async def aborted(
         self, session: Session, request: ChatRequest, completion: str, reason: Reason, *, detail: str = "",

@@ -7,22 +7,41 @@ Training pins EXACT §5's defaults over the harness (`pin`); otherwise the harne
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import fields
 
 from polar_common.errors import EngineOverflow
 from polar_common.events import SamplingUsed
 from polar_common.task_spec import SamplingSpec
 from polar_proxy.dialects.base import Sampling
 
-__all__ = ["asked_fields", "derived_seed", "max_tokens", "sampling_used"]
+__all__ = ["asked_fields", "derived_seed", "max_tokens", "sampling_used", "used_json"]
+
+
+_ASKED = tuple(f.name for f in fields(Sampling))
+_USED = tuple((name, f.default) for name, f in SamplingUsed.model_fields.items() if not f.is_required())
 
 
 def asked_fields(asked: Sampling) -> dict[str, object]:
     """What the harness said, silent fields left out."""
-    plain = {k: v for k, v in asdict(asked).items() if v not in (None, (), False)}
-    if asked.n == 1:
-        plain.pop("n", None)
-    return plain
+    found = {}
+    for name in _ASKED:
+        value = getattr(asked, name)
+        if value is not None and value != () and value is not False and not (name == "n" and value == 1):
+            found[name] = value
+    return found
+
+
+def used_json(used: SamplingUsed) -> dict[str, object]:
+    """As it is recorded: defaults left out."""
+    found: dict[str, object] = {
+        "temperature": used.temperature, "top_p": used.top_p, "top_k": used.top_k, "min_p": used.min_p,
+        "max_tokens": used.max_tokens,
+    }  # fmt: skip
+    for name, default in _USED:
+        value = getattr(used, name)
+        if value != default:
+            found[name] = value
+    return found
 
 
 def derived_seed(*parts: object) -> int:

@@ -20,7 +20,7 @@ from polar_render.messages import Image, Message, Text
 
 from .admission import Refused, admit
 from .call import SSE, Call, new_choice
-from .capture import reply_of
+from .capture import engine_json, reply_of
 from .context.nodes import Node, SessionIndex
 from .context.prompt import Plan, head_of, plan
 from .context.retry import Decision, Earlier, decide
@@ -64,6 +64,7 @@ class ProxyService:
         self.model_window = window
         self.running: dict[tuple[str, int], set[Call]] = {}
         self._count = 0
+        self._facts: dict[tuple[object, ...], bytes] = {}
         self.draining = False
 
     @property
@@ -193,15 +194,23 @@ class ProxyService:
             session.index.live[choice.live.completion] = choice.live
         return call
 
-    def _engine(self, replica: Replica, renderer: Renderer) -> EngineFacts:
+    def _engine(self, replica: Replica, renderer: Renderer) -> bytes:
         found, told = replica.capabilities, renderer.provenance
         assert found is not None
-        return EngineFacts(
+        name = (replica.engine.replica, replica.weights_hash, id(found), id(renderer))
+        known = self._facts.get(name)
+        if known is not None:
+            return known
+        if len(self._facts) > 1000:
+            self._facts.clear()
+        facts = EngineFacts(
             name=found.engine, replica=replica.engine.replica, model=found.model, weights_hash=replica.weights_hash,
             dtype=found.dtype, logprob_kind=found.logprobs, tokenizer_hash=told.tokenizer_hash,
             template_hash=told.template_hash, renderer=told.renderer, renderer_version=told.renderer_version,
             end_of_turn=renderer.stop_ids,
         )  # fmt: skip
+        made = self._facts[name] = engine_json(facts)
+        return made
 
     # -- context
 

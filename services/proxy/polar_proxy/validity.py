@@ -72,7 +72,7 @@ def _policy(used: SamplingUsed, kind: LogprobKind) -> str:
 
 
 def _equal(sent: Ids, reported: Sequence[int]) -> bool:
-    return len(sent) == len(reported) and bool(np.array_equal(sent, np.array(reported, dtype=np.int64)))
+    return len(sent) == len(reported) and sent.tolist() == reported
 
 
 def _values(logprobs: Sequence[float | None] | None) -> tuple[npt.NDArray[np.float32] | None, int | None]:
@@ -83,5 +83,5 @@ def _values(logprobs: Sequence[float | None] | None) -> tuple[npt.NDArray[np.flo
         values = np.array(logprobs, dtype=np.float32)
     except (TypeError, ValueError):
         return np.full(len(logprobs), np.nan, dtype=np.float32), 0
-    bad = ~(values <= _ABOVE_ZERO) | np.isneginf(values)
-    return values, int(bad.argmax()) if bad.any() else None
+    good = (values <= _ABOVE_ZERO) & (values > -np.inf)
+    return values, None if good.all() else int(good.argmin())

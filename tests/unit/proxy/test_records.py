@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,11 @@ from polar_render import records
 from polar_render.base import Head
 from polar_render.messages import Message, Text, ToolSpec
 from polar_render.records import Echo, Link, blobs_needed, head_ref, refer, resolve_session
+
+
+def plain(value: Any) -> Any:
+    """What JSON makes of it."""
+    return orjson.loads(orjson.dumps(value))
 
 
 def user(text: str) -> Message:
@@ -47,7 +53,8 @@ class Log:
                 self.blobs[one[0].sha256] = one[1]
         event = CompletionCaptured(
             session="s1-x-0", attempt=1, completion=name, dialect="openai_chat", stream=False, model="m",
-            request_hash="h", head=head, messages=written.messages, prompt=written.prompt, sampled=column, logprobs=lps,
+            request_hash="h", head=plain(head), messages=plain(written.messages), prompt=plain(written.prompt),
+            sampled=column, logprobs=lps,
             finish="stop", closed=True,
             sampling=SamplingUsed(temperature=1, top_p=1, top_k=0, min_p=0, max_tokens=8),
             engine=EngineFacts(name="e", replica="r", model="m"),
