@@ -36,6 +36,7 @@ from .topology import ConsumerSpec
 
 __all__ = ["Service", "die_with_parent", "serve_http"]
 
+_BACKLOG = 2048
 _log = structlog.get_logger(__name__)
 
 
@@ -208,11 +209,14 @@ async def serve_http(
             os.unlink(uds)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(uds)
+        sock.listen(_BACKLOG)
         os.chmod(uds, 0o666)
     else:
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        # Whoever reads the ready file may connect at once; he waits in the backlog until the server runs.
+        sock.listen(_BACKLOG)
         service.facts[fact] = sock.getsockname()[1]
 
     async def work() -> None:
