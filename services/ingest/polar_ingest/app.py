@@ -8,7 +8,7 @@ import sys
 import httpx
 
 from polar_common.bus import Worker
-from polar_common.errors import ConfigError
+from polar_common.errors import BusError, ConfigError
 from polar_common.service import Service, serve_http
 from polar_common.topology import ConsumerSpec, Topology, consumers
 
@@ -46,7 +46,11 @@ async def main(settings: IngestSettings) -> None:
 
         service.background("scheduler", schedule)
         service.background("callbacks", deliver)
-        service.background("http", await serve_http(api.app(), service, host=settings.host, port=settings.port))
+        try:
+            serving = await serve_http(api.app(), service, host=settings.host, port=settings.port)
+        except OSError as error:
+            raise ConfigError(f"{settings.port} on {settings.host}: {error.strerror}", "port") from error
+        service.background("http", serving)
 
     await service.run(setup)
 
@@ -55,5 +59,5 @@ def run(argv: list[str] | None = None) -> None:
     """Entry point of `polar run-service ingest`."""
     try:
         asyncio.run(main(IngestSettings()))
-    except ConfigError as error:
+    except (ConfigError, BusError, OSError) as error:
         sys.exit(f"ingest: {error}")
