@@ -1,0 +1,255 @@
+"""`polar replay`, `build`, `trace`, `export`: what builds there are, new ones from the log, and traces to look at."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from polar_common.bus import Bus
+from polar_common.cli.output import console, emit, table, warn
+from polar_common.errors import ConfigError
+from polar_common.house import find_house
+from polar_common.settings import HouseSettings, cache_dir
+
+from .builds import BuildSummary, Difference, diff, summaries
+from .export import format_of, write
+from .replay import Choice, Replay, Report
+from .rules import load
+from .traces import Read, build_traces, find_traces, find_vocabulary, pieces
+
+__all__ = ["build", "export", "replay", "trace"]
+
+T = TypeVar("T")
+DataOption = Annotated[Path | None, typer.Option("--data", help="The house's directory; by default $POLAR_DATA.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+BuildOption = Annotated[str, typer.Option("--build", help="Which build.")]
+
+build = typer.Typer(help="Builds: runs of a rule set over the log.", no_args_is_help=True)
+trace = typer.Typer(help="Traces: what a trainer gets.", no_args_is_help=True)
+
+_COLOURS = {"prompt": "dim", "context": "cyan", "sampled": "bold green", "masked": "yellow"}
+
+
+def _with_bus(data: Path | None, work: Callable[[Bus], Awaitable[T]]) -> T:
+    """Connect to the house's log (`POLAR_NATS`, else the house file) and work."""
+    settings = HouseSettings()
+    url = settings.nats if "nats" in settings.model_fields_set and data is None else find_house(data).nats
+    if not url:
+        raise ConfigError("a remote house's log is reached by POLAR_NATS", "nats")
+
+    async def run() -> T:
+        user, password = settings.nats_user, settings.nats_password.get_secret_value()
+        bus = await Bus.connect(url, "cli", user=user, password=password, wait_s=5.0)
+        try:
+            return await work(bus)
+        finally:
+            await bus.close()
+
+    return asyncio.run(run())
+
+
+def _time(text: str, option: str) -> datetime | None:
+    if not text:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no ISO time", option) from error
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def replay(
+    name: Annotated[str, typer.Option("--build", help="Name of the new build.")],
+    rules: Annotated[str, typer.Option(help="A built-in rule set or a YAML file.")] = "exact",
+    run: Annotated[str, typer.Option(help="Only this run.")] = "",
+    since: Annotated[str, typer.Option(help="Only sessions accepted from this ISO time on.")] = "",
+    until: Annotated[str, typer.Option(help="Only sessions accepted before this ISO time.")] = "",
+    session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.")] = None,
+    rate: Annotated[float, typer.Option(min=0, help="Messages a second at most, beside live traffic.")] = 0.0,
+    data: DataOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Build the log's sessions again, under any rules, as a new build that trainers and exports can use.
+
+    Started again after an interruption, it goes on where it was. The same rules give the same trace ids.
+
+    Example: polar replay --build merged --rules prefix_merging --run nightly
+    """
+    rule_set = load(rules)
+    choice = Choice(run, _time(since, "since"), _time(until, "until"), frozenset(session or ()))
+    columns = (TextColumn("replay"), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=json or not console.is_terminal, transient=True) as bar:
+        shown = bar.add_task("replay", total=None, told="")
+
+        def progress(report: Report) -> None:
+            told = f"{report.results['reconstructed']:,} sessions, {report.groups:,} groups"
+            bar.update(shown, total=report.end, completed=report.position, told=told)
+
+        async def work(bus: Bus) -> Report:
+            segment = HouseSettings().segment
+            return await Replay(bus, name, rule_set, segment, choice, rate=rate, on_progress=progress).run()
+
+        report = _with_bus(data, work)
+    facts = {"build": name, "rules": rule_set.name, "rules_hash": report.rules_hash, "messages": report.messages}
+    facts |= {k: report.results[k] for k in ("reconstructed", "failed", "there", "open")} | {"groups": report.groups}
+    _print(f"build {name}", [facts], json)
+    if report.results["failed"]:
+        warn(f"{report.results['failed']} sessions couldn't be built: `polar build show {name}`")
+
+
+def _print(title: str, rows: list[dict[str, Any]], json: bool) -> None:
+    if json:
+        for row in rows:
+            emit(row)
+    elif rows:
+        table(title, list(rows[0]), [list(r.values()) for r in rows])
+
+
+def _summary(found: BuildSummary) -> dict[str, Any]:
+    return {
+        "build": found.build,
+        "rules": found.rules,
+        "rules_hash": found.rules_hash[:12],
+        "sessions": found.sessions,
+        "failed": found.failed,
+        "traces": found.traces,
+        "trained": found.trained,
+        "tokens": found.tokens,
+        "exact_share": found.exact_share,
+        "ambiguous": found.ambiguous,
+        "last": found.last.isoformat(timespec="seconds") if found.last else None,
+    }
+
+
+@build.command("list")
+def build_list(data: DataOption = None, json: JsonOption = False) -> None:
+    """All builds with their sums.
+
+    Example: polar build list
+    """
+    found = _with_bus(data, lambda bus: summaries(bus, HouseSettings().segment))
+    _print("", [_summary(s) for s in found], json)
+
+
+@build.command("show")
+def build_show(name: str, data: DataOption = None, json: JsonOption = False) -> None:
+    """One build: its sums, why completions aren't trained, and why sessions weren't built.
+
+    Example: polar build show live
+    """
+    found = _with_bus(data, lambda bus: summaries(bus, HouseSettings().segment, name))
+    if not found:
+        raise ConfigError("there is no build of that name", name)
+    one = found[0]
+    if json:
+        emit(_summary(one) | {"excluded": dict(one.excluded), "reasons": dict(one.reasons)})
+        return
+    _print("", [_summary(one)], False)
+    for title, counts in (("not trained", one.excluded), ("sessions not built", one.reasons)):
+        if counts:
+            table(title, ["reason", "count"], counts.most_common())
+
+
+@build.command("diff")
+def build_diff(before: str, after: str, data: DataOption = None, json: JsonOption = False) -> None:
+    """Two builds beside each other: sums over common sessions, and completions whose fate changed.
+
+    Example: polar build diff live merged
+    """
+    found = _with_bus(data, lambda bus: diff(bus, HouseSettings().segment, before, after))
+    if json:
+        emit(_difference(found))
+        return
+    _print(f"{found.common:,} common sessions", [_summary(s) for s in (found.before, found.after)], False)
+    facts = [("only in " + before, len(found.only_before)), ("only in " + after, len(found.only_after))]
+    table("", ["", "count"], [*facts, ("traces with one id in both", found.same_traces)])
+    if found.changes:
+        rows = [(old, new, count) for (old, new), count in found.kinds.most_common()]
+        table("completions whose fate changed", [before, after, "completions"], rows)
+
+
+def _difference(found: Difference) -> dict[str, Any]:
+    changes = [
+        {"session": c.session, "completion": c.completion, "before": c.before, "after": c.after} for c in found.changes
+    ]
+    return {
+        "before": _summary(found.before),
+        "after": _summary(found.after),
+        "common": found.common,
+        "only_before": found.only_before,
+        "only_after": found.only_after,
+        "same_traces": found.same_traces,
+        "changes": changes,
+    }
+
+
+@trace.command("show")
+def trace_show(
+    name: Annotated[str, typer.Argument(help="A session, SESSION/NUMBER, or the first digits of a trace id.")],
+    build_name: BuildOption = "live",
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory with the model's tokenizer.")] = None,
+    data: DataOption = None,
+    json: JsonOption = False,
+) -> None:
+    """A trace's text, coloured by where each token comes from and whether it is trained.
+
+    Example: polar trace show s1-abcdefghijklmnopqrst-0
+    """
+    found = _with_bus(data, lambda bus: find_traces(bus, name, build_name))
+    for one in found:
+        _show(one, tokenizer, json)
+
+
+@trace.callback()
+def _trace() -> None:
+    """Keeps `trace` a group with one command."""
+
+
+def _show(read: Read, tokenizer: Path | None, json: bool) -> None:
+    known = [tokenizer] if tokenizer is not None else sorted((cache_dir() / "models").glob("*"))
+    vocabulary = find_vocabulary("" if tokenizer is not None else read.trace.provenance.tokenizer_hash, known)
+    shown = [
+        (source, vocabulary.decode(ids.tolist()) if vocabulary else " ".join(map(str, ids.tolist())), len(ids))
+        for source, ids in pieces(read)
+    ]
+    trace = read.trace
+    if json:
+        body = trace.model_dump(mode="json", exclude={"prompt_ids", "response_ids", "loss_mask", "logprobs"})
+        emit(body | {"pieces": [{"source": s, "text": t, "tokens": n} for s, t, n in shown]})
+        return
+    console.print(Text(f"trace {trace.trace_id}", style="bold"))
+    facts = f"session {trace.session}/{trace.number}, build {trace.build}, rules {trace.rules}, {trace.status}, "
+    tokens = f"{len(read.prompt):,} + {len(read.response):,} tokens, {trace.action_tokens:,} trained"
+    console.print(Text(f"{facts}{trace.chain_class}, {tokens}"))
+    console.print(Text.assemble(*((f" {source} ", style) for source, style in _COLOURS.items())))
+    if vocabulary is None:
+        warn("no tokenizer of this model found: ids instead of text (give --tokenizer)")
+    console.print(Text.assemble(*((text, _COLOURS[source]) for source, text, _ in shown)))
+    rows = [
+        (s.completion[:12], s.start, s.length, s.trained, s.reason or None, s.context_exact, s.drift_class or None)
+        for s in trace.spans
+    ]
+    table("spans", ["completion", "start", "tokens", "trained", "reason", "exact", "drift"], rows)
+
+
+def export(
+    path: Annotated[Path, typer.Argument(help="A .jsonl, .arrow or .parquet file.")],
+    build_name: BuildOption = "live",
+    run: Annotated[str, typer.Option(help="Only this run.")] = "",
+    data: DataOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a build's traces to a file.
+
+    Example: polar export traces.parquet --build live
+    """
+    format_of(path)
+    count = _with_bus(data, lambda bus: write(path, build_traces(bus, build_name, run or None)))
+    _print("", [{"file": str(path), "build": build_name, "traces": count}], json)

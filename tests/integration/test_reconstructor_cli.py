@@ -1,0 +1,130 @@
+"""`polar replay`, `build`, `trace`, `export` against a real log, and files that come back as they were written."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import typer
+from tests.scripted_sessions import Script
+from typer.testing import CliRunner
+
+from polar_common import subjects
+from polar_common.bus import Bus
+from polar_common.errors import ConfigError, TraceError
+from polar_common.ids import FIRST_SEGMENT, task_id
+from polar_common.nats_server import NatsServer
+from polar_reconstructor import cli
+from polar_reconstructor.export import read_rows
+from polar_reconstructor.handlers import Reconstructor
+from polar_reconstructor.rules import BUILT_IN
+
+pytestmark = pytest.mark.nats
+E = 99
+
+
+@pytest.fixture
+async def house(bus: Bus, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> list[Script]:
+    """A log with two built sessions, and an environment that finds it."""
+    monkeypatch.setenv("POLAR_NATS", nats_server.url)
+    monkeypatch.setenv("POLAR_CACHE", "/nonexistent")
+    service = Reconstructor(bus, "live", BUILT_IN["exact"])
+    scripts = []
+    for index in range(2):
+        script = Script(task=task_id(FIRST_SEGMENT, "run", "t"), index=index).started()
+        script.call("c1", [1, 2, index], [10, 11, E]).call("c2", [1, 2, index, 10, 11, E, 5], [20, E], parent="c1")
+        script.call("c3", [1, 2, index, 10, 11, E, 7], [30, E], parent="c1").ended()
+        await script.publish(bus)
+        end = await bus.last(subjects.session(script.session, 1, "artifacts"))
+        assert end is not None
+        await service.on_ended(end)
+        scripts.append(script)
+    return scripts
+
+
+async def polar(*arguments: str, ok: bool = True) -> list[dict[str, Any]]:
+    """Run a command with --json; the objects it printed."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command("replay")(cli.replay)
+    app.command("export")(cli.export)
+    app.add_typer(cli.build, name="build")
+    app.add_typer(cli.trace, name="trace")
+    result = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--json"])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert (result.exit_code == 0) == ok, result.output
+    return [orjson.loads(line) for line in result.stdout.splitlines()]
+
+
+async def test_replay_and_the_builds_it_makes(house: list[Script]) -> None:
+    (made,) = await polar("replay", "--build", "again")
+    assert made["reconstructed"] == 2 and made["failed"] == 0
+    (single,) = await polar("replay", "--build", "one", "--session", house[0].session, "--rules", "per_request")
+    assert single["reconstructed"] == 1
+    found = {row["build"]: row for row in await polar("build", "list")}
+    assert found.keys() == {"live", "again", "one"}
+    assert found["live"]["rules_hash"] == found["again"]["rules_hash"] != found["one"]["rules_hash"]
+    assert (found["live"]["traces"], found["one"]["traces"], found["live"]["exact_share"]) == (4, 3, 1.0)
+    (same,) = await polar("build", "diff", "live", "again")
+    assert same["same_traces"] == 4 and same["changes"] == []
+    (shown,) = await polar("build", "show", "live")
+    assert shown["tokens"] == 14 and shown["excluded"] == {}
+
+
+async def test_rules_from_a_file_and_typing_errors_in_it(house: list[Script], tmp_path: Path) -> None:
+    rules = tmp_path / "short.yaml"
+    rules.write_text("rule: exact\nmax_trace_tokens: 7\n")
+    (made,) = await polar("replay", "--build", "short", "--rules", str(rules))
+    assert made["rules"] == "short"
+    (shown,) = await polar("build", "show", "short")
+    assert shown["excluded"] == {"max_length": 4}
+    rules.write_text("rule: exact\nmax_trace_token: 7\n")
+    with pytest.raises(ConfigError, match="max_trace_token: unknown field"):
+        await polar("replay", "--build", "typo", "--rules", str(rules))
+    with pytest.raises(ConfigError, match="ISO"):
+        await polar("replay", "--build", "typo", "--since", "yesterday")
+
+
+async def test_a_trace_is_found_by_session_number_or_id_and_shown_in_pieces(house: list[Script]) -> None:
+    both = await polar("trace", "show", house[0].session)
+    assert [t["number"] for t in both] == [0, 1]
+    first, second = both
+    assert [(p["source"], p["text"]) for p in first["pieces"]] == [
+        ("prompt", "1 2 0"),
+        ("sampled", "10 11 99"),
+        ("context", "5"),
+        ("sampled", "20 99"),
+    ]
+    assert [p["source"] for p in second["pieces"]] == ["prompt", "masked", "context", "sampled"]
+    assert await polar("trace", "show", f"{house[0].session}/1") == [second]
+    assert await polar("trace", "show", second["trace_id"][:10]) == [second]
+    for wrong in ("0123", "z" * 10, f"{house[0].session}/9"):
+        with pytest.raises(ConfigError):
+            await polar("trace", "show", wrong)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "arrow", "parquet"])
+async def test_exports_come_back_as_they_were(house: list[Script], tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"traces.{ending}"
+    (told,) = await polar("export", str(path))
+    assert told["traces"] == 4
+    rows = list(read_rows(path))
+    assert [r["session"] for r in rows] == [house[0].session] * 2 + [house[1].session] * 2
+    assert rows[1]["response_ids"].tolist() == [10, 11, E, 7, 30, E]
+    assert rows[1]["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert rows[0]["logprobs"].dtype == np.float32 and rows[0]["logprobs"][0] == np.float32(-0.5)
+    assert orjson.loads(rows[0]["provenance"])["harness"] == "command"
+
+
+async def test_an_edited_export_is_refused(house: list[Script], tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    await polar("export", str(path))
+    path.write_text(path.read_text().replace('"response_ids":[10,11,99,5', '"response_ids":[10,11,98,5', 1))
+    with pytest.raises(TraceError, match="hashes to"):
+        list(read_rows(path))
+    with pytest.raises(ConfigError, match="endings"):
+        await polar("export", str(tmp_path / "traces.csv"))
