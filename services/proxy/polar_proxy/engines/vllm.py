@@ -96,7 +96,10 @@ def read_body(chunk: Chunk, body: dict[str, Any]) -> None:
 
 
 class VllmEngine:
-    """One vLLM server (or local engine). `logprob_kind` is vLLM's `--logprobs-mode`, which it doesn't tell."""
+    """One vLLM server (or local engine). `model` "": the first it lists.
+
+    `logprob_kind` is vLLM's `--logprobs-mode`, which it doesn't tell.
+    """
 
     name = "vllm"
 
@@ -141,11 +144,8 @@ class VllmEngine:
             if not finished:
                 raise EngineDown("the engine's stream ended without a finish reason")
         finally:
-            # Only a stream read to its end may go back to the pool; closing the connection is what aborts the rest.
-            if finished:
-                response.release()
-            else:
-                response.close()
+            # A stream that isn't read to its end is closed with its connection: that is what aborts the generation.
+            self._wire.release(response, ending=finished)
 
     async def complete(self, request: GenerateRequest) -> Chunk:
         body = await self._wire.ask("/inference/v1/generate", self._body(request, False))
