@@ -12,9 +12,19 @@ from typing import Any
 
 import numpy as np
 import orjson
+from pydantic import BaseModel
 
 from polar_common.errors import BlobError, Poison, TraceError
-from polar_common.events import CompletionAborted, CompletionCaptured, decode, encode
+from polar_common.events import (
+    CompletionAborted,
+    CompletionCaptured,
+    EngineFacts,
+    HeadRef,
+    MessagesRef,
+    PromptRef,
+    decode,
+    encode,
+)
 from polar_common.packing import unzip
 
 from .columns import Floats, Ids, blob_of, floats, ids
@@ -178,9 +188,30 @@ def document(body: bytes) -> Document:
     except orjson.JSONDecodeError as error:
         raise Poison(f"not JSON: {error}") from error
     if isinstance(value, dict) and value.get("schema_version") == _VERSIONS.get(str(value.get("kind"))):
-        return value
+        return _complete(value)
     newest: Document = orjson.loads(encode(decode(body)))
     return newest
+
+
+def _defaults(model: type[BaseModel]) -> Document:
+    """What a body says by leaving a field out."""
+    fields = model.model_fields.items()
+    return {name: field.get_default(call_default_factory=False) for name, field in fields if not field.is_required()}
+
+
+_DEFAULTS = {"completion.captured": _defaults(CompletionCaptured), "completion.aborted": _defaults(CompletionAborted)}
+_PARTS = {name: _defaults(part) for name, part in (
+    ("prompt", PromptRef), ("head", HeadRef), ("messages", MessagesRef), ("engine", EngineFacts)
+)}  # fmt: skip
+
+
+def _complete(doc: Document) -> Document:
+    """With the defaults that the proxy leaves out."""
+    found = _DEFAULTS[doc["kind"]] | doc
+    for name, defaults in _PARTS.items():
+        if isinstance(part := found.get(name), dict):
+            found[name] = defaults | part
+    return found
 
 
 def blobs_wanted(documents: Iterable[Document]) -> list[Wanted]:
