@@ -178,8 +178,10 @@ async def short_leases(bus: Bus, lease_s: float) -> None:
 
 
 @contextmanager
-def process(url: str, tmp_path: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A gateway as a process of its own, ready; killed at the end of the block if it still runs."""
+def process(
+    url: str, tmp_path: Path, package: str = "polar_gateway", **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A gateway (or another service) as a process of its own, ready; killed at the end if it still runs."""
     ready = tmp_path / f"ready-{new_id()[:6]}.json"
     env = {
         "PATH": os.environ["PATH"],
@@ -190,7 +192,7 @@ def process(url: str, tmp_path: Path, **options: Any) -> Iterator[subprocess.Pop
         "POLAR_READY_FILE": str(ready),
         **{f"POLAR_{name.upper()}": str(value) for name, value in options.items()},
     }
-    program = "from polar_gateway.app import run; run()"
+    program = f"from {package}.app import run; run()"
     log = (tmp_path / f"{ready.stem}.log").open("wb")
     with log, subprocess.Popen([sys.executable, "-c", program], env=env, stdout=log, stderr=log) as started:
         try:

@@ -26,6 +26,7 @@ from polar_common.events import (
     SessionRunning,
     now,
 )
+from polar_common.nats_server import NatsServer
 from polar_common.task_spec import TaskSpec
 from polar_common.topology import Topology, consumers
 from polar_evaluator.handlers import Evaluations
@@ -291,6 +292,25 @@ async def test_a_clean_copy_is_made_while_the_agent_runs_and_used_once(bus: Bus,
         await asyncio.gather(following, return_exceptions=True)
     assert (event.outcome, len(made)) == ("passed", 2)
     assert os.listdir(tmp_path / "run" / "evaluations") == []
+
+
+async def test_the_process_evaluates_reaps_and_stops_cleanly(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
+    done = await ended(bus, task({"command": "true"}), answer=b"x")
+    root = tmp_path / "run" / "evaluations"
+    (root / f"{done}.1.leftover").mkdir(parents=True)
+    with kit.process(nats_server.url, tmp_path, "polar_evaluator", evaluator_reap_s=0.2) as process:
+        assert (await evaluated(bus, done)).outcome == "passed"
+        async with asyncio.timeout(10):
+            while os.listdir(root):
+                await asyncio.sleep(0.05)
+        slow = await ended(bus, task({"command": "sleep 2"}, name="slow"), answer=b"x")
+        async with asyncio.timeout(10):
+            while not os.listdir(root):
+                await asyncio.sleep(0.02)
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    assert (await evaluated(bus, slow)).outcome == "passed"
+    assert os.listdir(root) == []
 
 
 async def started(bus: Bus, spec: TaskSpec) -> str:

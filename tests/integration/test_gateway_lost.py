@@ -8,13 +8,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.integration import gateway_kit as kit
 
 from polar_common.bus import Bus
 from polar_common.events import SessionClaimed, SessionExited, SessionSealed, now
 from polar_common.ids import new_id
-from polar_common.nats_server import NatsServer
+from polar_common.nats_server import NatsServer, free_port
 from polar_gateway.reaper import reap_once
 
 pytestmark = pytest.mark.nats
@@ -154,3 +155,16 @@ async def test_the_reaper_asks_the_log(bus: Bus, tmp_path: Path) -> None:
             (made.root / label).mkdir()
         assert await reap_once(gateway) == [f"{done}.1"]
     assert sorted(os.listdir(made.root)) == sorted([f"{elsewhere}.1", "not-a-label"])
+
+
+async def test_a_gateway_tells_what_it_does(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
+    port = free_port()
+    with kit.process(nats_server.url, tmp_path, gateway_metrics_port=port):
+        await kit.over(bus, await kit.release(bus, kit.script("true")))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            health = (await client.get("/health")).json()
+            told = (await client.get("/metrics")).text
+    assert (health["service"], health["draining"]) == ("gateway", False)
+    assert 'polar_gateway_attempts_total{cause="",fault="none"} 1.0' in told
+    for stage in ("queue", "init", "ready", "running", "postrun"):
+        assert f'polar_gateway_stage_seconds_count{{stage="{stage}"}} 1.0' in told
