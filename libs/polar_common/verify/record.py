@@ -126,7 +126,7 @@ class EventRecorder:
         if there != stored.subject:
             self._add("misplaced", stored, f"this {event.kind} belongs to {there}")
             return False
-        if event.schema_version == type(event).VERSION and stored.body_hash != event.body_hash():
+        if event.schema_version == type(event).VERSION and not _says_what_it_said(event, stored):
             self._add("body_hash", stored, f"published as {stored.body_hash[:16]!r}, says something else now")
         return True
 
@@ -200,6 +200,14 @@ class EventRecorder:
         )
         for m in event.members:
             self._facts.add("members", event.task, m.session, m.outcome, m.reward, int(m.trainable), m.reason)
+
+
+def _says_what_it_said(event: Event, stored: Stored) -> bool:
+    """The hash of the values, or (completions, which are written as JSON directly) of the text from `session` on."""
+    if stored.body_hash == event.body_hash():
+        return True
+    at = stored.body.find(b'"session":')
+    return at > 0 and hashlib.sha256(b"{" + stored.body[at:]).hexdigest() == stored.body_hash
 
 
 def _detail(event: SessionEvent) -> str:
