@@ -36,11 +36,18 @@ __all__ = [
 Document = dict[str, Any]
 """A parsed event body of the newest schema version."""
 
-_READ_LATER = frozenset(
-    ("finish", "closed", "context", "parent_by", "parent_ambiguous", "chain_class", "context_exact", "parallel_of",
-     "started", "duration_s", "constrained", "agent", "parent_agent", "delivered", "messages", "additions",
-     "context_faithful", "native_equal", "cached_tokens", "kv_salt", "kv_mixed", "sampling")
+_TEXT, _FLAG, _NUMBER = frozenset((str,)), frozenset((bool,)), frozenset((int, float))
+_MAYBE: frozenset[type] = frozenset((bool, type(None)))
+_LIST, _OBJECT, _INTEGER = frozenset((list,)), frozenset((dict,)), frozenset((int,))
+_READ_LATER: tuple[tuple[str, frozenset[type]], ...] = (
+    ("finish", _TEXT), ("closed", _FLAG), ("context", _TEXT), ("parent_by", _TEXT), ("parent_ambiguous", _FLAG),
+    ("chain_class", _TEXT), ("context_exact", _MAYBE), ("parallel_of", _TEXT), ("started", _NUMBER),
+    ("duration_s", _NUMBER), ("constrained", _FLAG), ("agent", _TEXT), ("parent_agent", _TEXT), ("delivered", _LIST),
+    ("messages", _OBJECT), ("additions", _LIST), ("context_faithful", _FLAG), ("native_equal", _MAYBE),
+    ("cached_tokens", _INTEGER), ("kv_salt", _TEXT), ("kv_mixed", _FLAG), ("sampling", _OBJECT), ("versions", _LIST),
+    ("untrainable", _TEXT), ("parent", _TEXT), ("request_hash", _TEXT), ("replay_of", _TEXT),
 )  # fmt: skip
+"""What is read when asked for has its type checked first, so that damage is named here and nowhere later."""
 _VERSIONS = {"completion.captured": CompletionCaptured.VERSION, "completion.aborted": CompletionAborted.VERSION}
 
 
@@ -235,12 +242,14 @@ def blobs_wanted(documents: Iterable[Document]) -> list[Wanted]:
 def call(doc: Document, sequence: int, blobs: Mapping[str, bytes], engines: dict[bytes, Engine]) -> Call:
     """A captured completion. `engines` keeps equal engine facts as one value. Raises TraceError or BlobError."""
     name = str(doc.get("completion"))
-    if missing := _READ_LATER - doc.keys():
-        raise TraceError(f"completion {name}: damaged event: no {sorted(missing)[0]}")
+    for key, kinds in _READ_LATER:
+        if type(doc.get(key, _READ_LATER)) not in kinds:
+            raise TraceError(f"completion {name}: damaged event: {key} is {doc.get(key, 'missing')!r}")
     try:
         prompt, head, column = doc["prompt"], doc["head"], doc["logprobs"]
         sampled = ids(doc["sampled"], blobs, name, "sampled")
         _check_versions(doc["versions"], len(sampled), name)
+        _check_nested(doc["sampling"], doc["messages"])
         return Call(
             name,
             sequence,
@@ -341,10 +350,20 @@ def _count(value: object) -> int:
     return value
 
 
+def _check_nested(sampling: dict[str, Any], messages: dict[str, Any]) -> None:
+    for key in ("temperature", "top_p", "top_k", "min_p"):
+        if type(sampling[key]) not in _NUMBER:
+            raise ValueError(f"sampling.{key} is {sampling[key]!r}")
+    if not all(type(m) is dict for m in messages["new"]):
+        raise ValueError("messages.new holds what is no message")
+
+
 def _check_versions(spans: list[dict[str, Any]], length: int, name: str) -> None:
-    if not spans or (len(spans) == 1 and spans[0]["start"] == 0):
+    starts = [_count(s["start"]) for s in spans if type(s["version"]) is str]
+    if len(starts) < len(spans):
+        raise ValueError("a version that is no text")
+    if not starts or starts == [0]:
         return
-    starts = [_count(s["start"]) for s in spans]
     if starts[0] != 0 or sorted(set(starts)) != starts or starts[-1] > length:
         raise TraceError(f"completion {name}: version spans start at {starts} in {length} sampled ids")
 

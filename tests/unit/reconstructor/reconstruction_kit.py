@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.scripted_sessions import Script
+
 from polar_reconstructor.build import Built, build_session, prepare
 from polar_reconstructor.domain import select
 from polar_reconstructor.rules import BUILT_IN, RuleSet
-from scripted_sessions import Script
 
 
 def built(script: Script, rules: str | RuleSet = "exact", **options: Any) -> Built:

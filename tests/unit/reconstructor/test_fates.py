@@ -1,0 +1,200 @@
+"""Which completions aren't trained, and why: siblings, sides, sub-agents, partials, dead attempts, late ones."""
+
+from __future__ import annotations
+
+import pytest
+from reconstruction_kit import built, masks, spans, trained
+from tests.scripted_sessions import Script
+
+from polar_reconstructor.domain import select
+
+E = 99
+Overlap = dict[str, float]
+PARALLEL, SEQUENTIAL = ({"at": 1.0, "took": 9.0}, {"at": 2.0, "took": 9.0}), ({"at": 1.0}, {"at": 5.0})
+
+
+def siblings(times: tuple[Overlap, Overlap], extended: str) -> Script:
+    """Two answers to one request; those named in `extended` are continued."""
+    script = Script()
+    for name, when, first in (("a", times[0], 10), ("b", times[1], 11)):
+        script.call(name, [1], [first, E], request_hash="same", **when)  # type: ignore[arg-type]
+    for name in extended:
+        script.call(f"{name}2", [1, {"a": 10, "b": 11}[name], E, 5], [20, E], parent=name)
+    return script.ended()
+
+
+@pytest.mark.parametrize(
+    ("times", "extended", "expected"),
+    [
+        (PARALLEL, "", {"a": "unused_parallel", "b": "unused_parallel"}),
+        (PARALLEL, "a", {"b": "unused_parallel"}),
+        (PARALLEL, "b", {"a": "unused_parallel"}),
+        (PARALLEL, "ab", {}),
+        (SEQUENTIAL, "", {}),
+        (SEQUENTIAL, "a", {"b": "superseded_retry"}),
+        (SEQUENTIAL, "b", {"a": "superseded_retry"}),
+        (SEQUENTIAL, "ab", {}),
+    ],
+)
+def test_the_sibling_table(times: tuple[Overlap, Overlap], extended: str, expected: dict[str, str]) -> None:
+    assert built(siblings(times, extended)).excluded == expected
+
+
+def test_siblings_are_told_by_their_ids_where_identities_differ() -> None:
+    script = Script().call("a", [1, 2], [10, E], at=1).call("b", [1, 2], [11, E], at=5)
+    script.call("c", [1, 2, 11, E, 5], [20, E], parent="b").ended()
+    assert built(script).excluded == {"a": "superseded_retry"}
+
+
+def test_choices_of_one_request_are_parallel_without_overlapping_clocks() -> None:
+    script = Script().call("a", [1], [10, E], request_hash="r", took=0)
+    script.call("b", [1], [11, E], request_hash="r", took=0, parallel_of="a", choice=1)
+    script.call("c", [1, 11, E, 5], [20, E], parent="b").ended()
+    made = built(script)
+    assert made.excluded == {"a": "unused_parallel"} and trained(made) == [["b", "c"]]
+
+
+def test_aborted_and_undelivered_siblings_are_aborted() -> None:
+    script = Script().cut("x", request_hash="r").call("a", [1], [10, E], request_hash="r", at=1).undelivered("a")
+    script.call("b", [1], [11, E], request_hash="r", at=5).ended()
+    made = built(script)
+    assert made.excluded == {"a": "aborted", "x": "aborted"} and trained(made) == [["b"]]
+
+
+def test_an_answer_that_never_arrived_is_not_trained_and_one_that_did_after_all_is() -> None:
+    script = Script().call("a", [1], [10, E]).undelivered("a").ended()
+    assert built(script).excluded == {"a": "undelivered"}
+    assert trained(built(script, undelivered="train")) == [["a"]]
+    script = Script().call("a", [1], [10, E]).undelivered("a").call("b", [1, 10, E, 5], [20, E], parent="a").ended()
+    assert trained(built(script)) == [["a", "b"]]
+    script = Script().call("a", [1], [10, E]).undelivered("a").call("b", [2], [20, E], delivered=("a",)).ended()
+    assert built(script).excluded == {}
+
+
+def test_a_replayed_answer_is_the_earlier_sample_again() -> None:
+    script = Script().call("a", [1], [10, E], request_hash="r").undelivered("a")
+    script.call("r", [1], [10, E], request_hash="r", replay_of="a")
+    script.call("b", [1, 10, E, 5], [20, E], parent="r").ended()
+    made = built(script)
+    assert made.excluded == {"r": "replay"} and trained(made) == [["a", "b"]]
+
+
+def test_a_title_call_is_a_side_and_the_reward_does_not_reach_it() -> None:
+    script = Script().call("title", [7, 8], [9, 10, E], tools=False).call("c1", [1], [10, E]).ended()
+    made = built(script)
+    assert made.excluded == {"title": "side"} and trained(made) == [["c1"]]
+    assert trained(built(script, side="train")) == [["title"], ["c1"]]
+
+
+def test_a_call_without_tools_is_no_side_where_no_root_has_any() -> None:
+    script = Script().call("a", [1], [10, E], tools=False).call("b", [2], [20, E], tools=False).ended()
+    assert built(script).excluded == {}
+
+
+def test_an_extended_call_without_tools_is_no_side() -> None:
+    script = Script().call("a", [1], [10, E], tools=False).call("a2", [1, 10, E, 5], [11, E], tools=False, parent="a")
+    assert built(script.call("b", [2], [20, E]).ended()).excluded == {}
+
+
+def test_a_summary_that_appears_in_a_later_prompt_is_an_action() -> None:
+    summary = list(range(40, 60))
+    script = Script().call("c1", [1], [10, E]).call("sum", [5, 1, 10, 6], [*summary, E], tools=False)
+    script.call("c2", [1, 2, *summary, 3], [20, E], chain_class="compaction").ended()
+    assert built(script).excluded == {}
+
+
+def test_words_that_only_repeat_the_calls_own_prompt_are_no_reuse() -> None:
+    quoted = list(range(40, 60))
+    script = Script().call("c1", [1, *quoted], [10, E]).call("title", [5, *quoted], [*quoted, E], tools=False)
+    script.call("c2", [1, *quoted, 10, E, *quoted], [20, E], parent="c1", base="c1", shared=23).ended()
+    assert built(script).excluded == {"title": "side"}
+
+
+def test_reuse_is_found_at_the_border_of_an_id_alone() -> None:
+    """The bytes of [256, 0, 0, 0] shifted by one are those of [1, 0, 0]: not the same ids."""
+    script = Script().call("c1", [1], [10, E]).call("side", [5], [1, 0, 0, 0, E], tools=False)
+    script.call("c2", [1, 256, 0, 0, 0, 2], [20, E]).ended()
+    assert built(script).excluded == {"side": "side"}
+
+
+def test_sub_agents_are_trained_by_default_with_role_depth_and_parent_call() -> None:
+    script = Script().call("c1", [1], [10, E], agent="root")
+    script.call("s1", [7], [70, E], agent="explore", parent_agent="root", chain_class="subagent", tools=False)
+    script.call("d1", [8], [80, E], agent="deep", parent_agent="explore", chain_class="subagent").ended()
+    made = built(script)
+    assert [(t.draft.role, t.depth, t.parent_call) for t in made.traces] == [
+        ("main", 0, ""),
+        ("explore", 1, "c1"),
+        ("deep", 2, "s1"),
+    ]
+    assert built(script, subagents="exclude").excluded == {"d1": "subagent", "s1": "subagent"}
+
+
+def adopted() -> Script:
+    """A cut answer [10, 11, 12] of which [10, 11] came back, with a close E."""
+    script = Script().call("c1", [1], [20, E]).cut("p", prompt_tokens=4, sampled=[10, 11, 12])
+    return script.call(
+        "c2", [1, 20, E, 5, 10, 11, E, 6], [30, E], parent="p", parent_by="adopted", additions=("adopted_partial",)
+    ).ended()
+
+
+def test_an_adopted_partial_is_context_by_default_and_the_chain_goes_on() -> None:
+    made = built(adopted())
+    assert made.excluded == {"p": "aborted"}
+    assert trained(made) == [["c1", "c2"]] and masks(made) == ["110000011"]
+    assert spans(made)[1]["additions"] == ["adopted_partial"]
+
+
+def test_an_adopted_partial_can_be_trained() -> None:
+    made = built(adopted(), adopted_partial="train")
+    assert made.excluded == {}
+    assert trained(made) == [["c1", "p", "c2"]] and masks(made) == ["110110011"]
+    assert made.traces[0].draft.logprobs[3:5].tolist() == [-0.25, -0.25]
+
+
+def test_dead_attempts_and_late_calls_are_excluded_with_reasons() -> None:
+    script = Script().call("d1", [1], [10, E]).cut("d2").sealed("lost").lost()
+    script.attempt = 2
+    script.call("c1", [1], [11, E]).sealed().call("late", [1, 11, E, 5], [20, E], parent="c1").exited().artifacts()
+    made = built(script)
+    assert trained(made) == [["c1"]]
+    assert made.excluded == {"d1": "dead_attempt", "d2": "dead_attempt", "late": "late"}
+
+
+def test_what_comes_after_the_deciding_message_changes_nothing() -> None:
+    script = Script().call("c1", [1], [10, E]).ended()
+    before = built(script)
+    script.call("late", [2], [20, E]).undelivered("c1").cancelled()
+    after = built(script)
+    assert [t.trace_id for t in before.traces] == [t.trace_id for t in after.traces]
+    assert before.excluded == after.excluded == {}
+
+
+@pytest.mark.parametrize(("fault", "decided"), [("none", True), ("agent", True), ("harness", False), ("infra", False)])
+def test_faults_that_are_the_agents_are_reconstructed(fault: str, decided: bool) -> None:
+    script = Script().call("c1", [1], [10, E]).ended(fault=fault)
+    assert (select(script.session, script.stored()) is not None) == decided
+
+
+@pytest.mark.parametrize("outcome", ["harness_error", "infra_error"])
+def test_a_session_that_failed_yields_no_traces_and_lists_its_completions(outcome: str) -> None:
+    made = built(Script().call("c1", [1], [10, E]).cut("x").ended(fault="infra").failed(outcome))
+    assert made.traces == [] and made.excluded == {"c1": outcome, "x": outcome}
+
+
+def test_a_session_cancelled_before_it_began_yields_an_empty_build() -> None:
+    made = built(Script().cancelled())
+    assert made.traces == [] and made.excluded == {}
+
+
+def test_a_timeout_yields_all_captured_completions_and_says_that_it_was_cut() -> None:
+    script = Script().call("c1", [1], [10, E]).call("c2", [1, 10, E, 5], [20, E], parent="c1")
+    made = built(script.ended(reason="timeout", timed_out=True, fault="agent", cause="timeout"))
+    assert trained(made) == [["c1", "c2"]] and made.traces[0].status == "truncated"
+    made = built(Script().call("c1", [1], [10, E]).ended(reason="cancelled", cancelled=True))
+    assert made.traces[0].status == "aborted"
+
+
+def test_no_completions_is_an_empty_build() -> None:
+    made = built(Script().ended())
+    assert (made.traces, made.excluded, made.trained) == ([], {}, 0)

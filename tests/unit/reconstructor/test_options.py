@@ -1,0 +1,131 @@
+"""Rule sets: their options, their hash, files with mistakes, and rules of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from reconstruction_kit import built, ids, masks, spans, trained
+from tests.scripted_sessions import Script
+
+from polar_common.errors import ConfigError, TraceError
+from polar_reconstructor.rules import BUILT_IN, Chain, Link, RuleSet, View, load, parse, rule_named
+
+E = 99
+
+
+def three_turns(**facts: int) -> Script:
+    """Contexts of 3, 6 and 9 ids."""
+    seqs = [facts.get(f"v{n}", 0) for n in (1, 2, 3)]
+    script = Script().call("c1", [1], [10, E], policy_seq=seqs[0])
+    script.call("c2", [1, 10, E, 5], [20, E], parent="c1", policy_seq=seqs[1])
+    return script.call("c3", [1, 10, E, 5, 20, E, 6], [30, E], parent="c2", policy_seq=seqs[2]).ended()
+
+
+@pytest.mark.parametrize(("bound", "kept"), [(0, 3), (9, 3), (8, 2), (6, 2), (5, 1), (3, 1), (2, 0)])
+def test_long_traces_are_cut_at_a_spans_end_keeping_the_causal_prefix(bound: int, kept: int) -> None:
+    made = built(three_turns(), max_trace_tokens=bound)
+    names = ["c1", "c2", "c3"]
+    assert trained(made) == ([names[:kept]] if kept else [])
+    assert made.excluded == dict.fromkeys(names[kept:], "max_length")
+    for prompt, response in ids(made):
+        assert bound == 0 or len(prompt) + len(response) <= bound
+    assert all(t.status == ("complete" if kept == 3 else "truncated") for t in made.traces)
+
+
+def test_short_traces_are_left_out() -> None:
+    script = Script().call("c1", [1], [10, 11, E]).call("c2", [2], [E]).ended()
+    made = built(script, min_action_tokens=2)
+    assert trained(made) == [["c1"]] and made.excluded == {"c2": "min_tokens"}
+
+
+def test_mixed_policies_are_kept_split_or_masked() -> None:
+    script = three_turns(v1=1, v2=1, v3=2)
+    assert trained(built(script)) == [["c1", "c2", "c3"]]
+    split = built(script, mixed_policy="split")
+    assert trained(split) == [["c1", "c2"], ["c3"]] and split.excluded == {}
+    assert masks(split) == ["11011", "00000011"]
+    assert spans(split, 1)[0]["reason"] == "other_policy"
+    masked = built(script, mixed_policy="mask")
+    assert trained(masked) == [["c3"]] and masks(masked) == ["00000011"]
+    assert masked.excluded == {"c1": "mixed_policy", "c2": "mixed_policy"}
+    assert trained(built(three_turns(v1=1, v2=2, v3=1), mixed_policy="split")) == [["c1", "c3"], ["c2"]]
+
+
+def test_per_request_merges_nothing() -> None:
+    made = built(three_turns(), "per_request")
+    assert ids(made)[2] == ([1, 10, E, 5, 20, E, 6], [30, E])
+    assert trained(made) == [["c1"], ["c2"], ["c3"]] and all(s["context_exact"] for s in spans(made))
+
+
+def test_the_hash_is_of_the_content_and_not_of_the_name() -> None:
+    exact = BUILT_IN["exact"]
+    assert parse({"name": "mine", "rule": "exact"}).hash == exact.hash
+    hashes = {r.hash for r in BUILT_IN.values()} | {parse({"name": "exact", "side": "train"}).hash}
+    assert len(hashes) == 5
+    assert exact.hash == RuleSet(name="exact").hash
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("rule: exact\nsides: train\n", "sides: unknown field"),
+        ("rule: exact\nside: maybe\n", "side: "),
+        ("max_trace_tokens: -1\n", "max_trace_tokens: "),
+        ("end_of_turn: [1, x]\n", r"end_of_turn\.1: "),
+        ("rule: tree\nmixed_policy: split\n", "stores each span once"),
+        ("- exact\n", "mapping"),
+        ("rule: [\n", "YAML"),
+    ],
+)
+def test_a_rules_file_with_a_mistake_names_it(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load(str(path))
+
+
+def test_rules_are_loaded_by_name_and_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("rule: per_request\nside: train\n")
+    assert load("exact") is BUILT_IN["exact"]
+    assert load(str(path)) == RuleSet(name="mine", rule="per_request", side="train")
+    with pytest.raises(ConfigError, match="no rule set and no file"):
+        load("exactly")
+
+
+class Backwards:
+    """A rule of one's own that puts calls in the wrong order, trains one twice and leaves one out."""
+
+    def chains(self, view: View) -> list[Chain]:
+        return [Chain((Link(2), Link(0))), Chain((Link(0),))]
+
+
+class Broken:
+    def chains(self, view: View) -> list[Chain]:
+        raise KeyError("oops")
+
+
+class Beyond:
+    def chains(self, view: View) -> list[Chain]:
+        return [Chain((Link(7),))]
+
+
+def test_a_rule_of_ones_own_cannot_break_conservation_nor_exactness() -> None:
+    name = f"{__name__}:Backwards"
+    made = built(three_turns(), RuleSet(name="mine", rule=name))
+    # c1 doesn't go on from c3: it begins a chain of its own; c2, left out, gets one.
+    assert sorted(trained(made)) == [["c1"], ["c2"], ["c3"]]
+    assert made.excluded == {} and all(s["context_exact"] for n in range(3) for s in spans(made, n))
+
+
+@pytest.mark.parametrize("name", ["Broken", "Beyond"])
+def test_a_rule_of_ones_own_that_fails_fails_the_session(name: str) -> None:
+    with pytest.raises(TraceError, match="rule"):
+        built(three_turns(), RuleSet(name="mine", rule=f"{__name__}:{name}"))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "os:nothing", "no_module_x:Y", "os.path:join", f"{__name__}:Script"])
+def test_a_rule_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        rule_named(name)
