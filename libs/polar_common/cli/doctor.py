@@ -109,7 +109,7 @@ def _module(name: str, package: str, need: str) -> Callable[[], Line]:
 
 
 def _models() -> Line:
-    kept = sorted(p.name for p in (cache_dir() / "models").glob("*")) if (cache_dir() / "models").is_dir() else []
+    kept = sorted(p.name for p in (cache_dir() / "models").glob("[!.]*")) if (cache_dir() / "models").is_dir() else []
     return "models", "ok", f"{cache_dir() / 'models'}: {', '.join(kept) or 'none yet'}"
 
 

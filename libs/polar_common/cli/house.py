@@ -43,7 +43,7 @@ def up(
     analytics_port: Port = None,
     engine_port: Port = None,
     nats_port: Port = None,
-    slots: Annotated[int, typer.Option(min=1, help="Harnesses that run at once.")] = 2,
+    slots: Annotated[int, typer.Option(min=1, help="Harnesses that run at once.")] = 4,
     engine_threads: Annotated[int, typer.Option(min=1)] = 1,
     sync: Annotated[
         str, typer.Option(help="When the log is flushed: always, or an interval such as 2m (unsafe).")

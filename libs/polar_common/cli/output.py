@@ -12,8 +12,17 @@ from rich.table import Table
 
 __all__ = ["console", "emit", "fail", "table", "warn"]
 
-console = Console(highlight=False, soft_wrap=True)
-_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+_PIPE_COLUMNS = 200
+"""A pipe has no width: wide enough that ids stay whole."""
+
+
+def _console(*, stderr: bool = False) -> Console:
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, soft_wrap=True, width=_PIPE_COLUMNS)
+
+
+console = _console()
+_errors = _console(stderr=True)
 
 
 def emit(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Child processes of `polar up`: started in order, watched, restarted with backoff, stopped in reverse order.
+"""Child processes of `polar up`: started in order, watched, restarted with backoff, stopped before the log is.
 
 Children have sessions of their own (Ctrl-C reaches only the parent) and a parent-death signal, so a killed parent
 leaves nothing behind; what survived a crash of the machine's kernel facilities is reaped at the next start by pid and
@@ -81,10 +81,18 @@ class Supervisor:
         self.children: list[Child] = []
         self.stopping = False
 
-    def start(self, child: Child, on_wait: Callable[[], None] | None = None) -> Child:
-        """Start and wait until it's ready. Raises ConfigError with the end of its log."""
+    def spawn(self, child: Child) -> Child:
+        """Start without waiting; `wait` for it later."""
         self.children.append(child)
         self._spawn(child)
+        return child
+
+    def start(self, child: Child) -> Child:
+        """Start and wait until it's ready. Raises ConfigError with the end of its log."""
+        return self.wait(self.spawn(child))
+
+    def wait(self, child: Child) -> Child:
+        """Until a spawned child is ready. Raises ConfigError with the end of its log."""
         deadline = time.monotonic() + child.start_timeout_s
         while not child.is_ready():
             if self.stopping:
@@ -92,11 +100,8 @@ class Supervisor:
             if not child.alive:
                 raise ConfigError(f"ended at once; see {child.log}\n{child.tail()}", child.name)
             if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"not ready after {child.start_timeout_s:.0f} s; see {child.log}\n{child.tail()}", child.name
-                )
-            if on_wait is not None:
-                on_wait()
+                late = f"not ready after {child.start_timeout_s:.0f} s; see {child.log}\n{child.tail()}"
+                raise ConfigError(late, child.name)
             time.sleep(0.05)
         return child
 
@@ -121,19 +126,25 @@ class Supervisor:
         return happened
 
     def stop(self) -> None:
-        """Stop all, last started first; kill what doesn't end in time."""
+        """Stop all: the services together, then the first child, the log, which so hears the last of it."""
         self.stopping = True
-        for child in reversed(self.children):
-            process = child.process
-            if process is None or process.poll() is not None:
+        self._end(self.children[1:])
+        self._end(self.children[:1])
+
+    def _end(self, children: list[Child]) -> None:
+        for child in children:
+            if child.process is not None and child.alive:
+                child.process.terminate()
+        deadline = time.monotonic() + STOP_S
+        for child in children:
+            if child.process is None:
                 continue
-            process.terminate()
             try:
-                process.wait(STOP_S)
+                child.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.wait()
             self._label(child).unlink(missing_ok=True)
 
     def _spawn(self, child: Child) -> None:

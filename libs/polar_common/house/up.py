@@ -120,7 +120,6 @@ def _common_env(house: House, options: UpOptions) -> dict[str, str]:
         "POLAR_TOKEN": house.secret("token"),
         "POLAR_WORK_CLASSES": "[" + ",".join(f'"{c}"' for c in options.work_classes) + "]",
         "PYTHONUNBUFFERED": "1",
-        **options.env,
     }
 
 
@@ -136,19 +135,23 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
     def service(name: str, **env: str) -> Child:
         ready = house.run / f"{name}.ready.json"
         argv = [sys.executable, "-m", "polar_common.cli", "run-service", name]
-        settings = {"POLAR_READY_FILE": str(ready), "POLAR_HOST": host} | supervisor_env | env
-        child = supervisor.start(
-            Child(
-                name,
-                argv,
-                house.logs / f"{name}.log",
-                settings,
-                ready,
-                start_timeout_s=600 if name == "engine" else 120,
-            )
+        settings = {"POLAR_READY_FILE": str(ready), "POLAR_HOST": host} | supervisor_env | env | options.env
+        timeout_s = 600 if name == "engine" else 120
+        return supervisor.spawn(
+            Child(name, argv, house.logs / f"{name}.log", settings, ready, start_timeout_s=timeout_s)
         )
-        say(f"{name} ready")
-        return child
+
+    def wait(*children: Child) -> None:
+        for child in children:
+            supervisor.wait(child)
+            say(f"{child.name} ready")
+
+    # These need nothing but the log, so they start beside the engine, which takes longest.
+    early = [
+        service("ingest", POLAR_PORT=str(ports["ingest"])),
+        service("reconstructor"),
+        service("evaluator"),
+    ]
 
     proxy_socket = _socket_path(house)
     engine_url, model_dir = options.engine_url, options.tokenizer
@@ -161,33 +164,38 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
             POLAR_ENGINE_MODEL=options.model,
             POLAR_ENGINE_THREADS=str(options.engine_threads),
         )
+        say(f"loading {options.model}")
+        wait(engine)
         engine_url = f"http://127.0.0.1:{(engine.facts() or {})['port']}"
         model_dir = model_dir or str(_model_card(engine_url)["root"])
-    service(
-        "proxy",
-        POLAR_PORT=str(ports["proxy"]),
-        POLAR_PROXY_ENGINES=f'["{engine_url}"]',
-        POLAR_PROXY_ENGINE_KIND=options.engine_kind,
-        POLAR_PROXY_MODEL_DIR=model_dir,
-        POLAR_PROXY_SOCKET=str(proxy_socket),
-    )
-    service("ingest", POLAR_PORT=str(ports["ingest"]))
-    service("reconstructor")
-    service("evaluator")
-    service(
-        "analytics",
-        POLAR_PORT=str(ports["analytics"]),
-        POLAR_ANALYTICS_CHDB=str(house.chdb),
-        **({"POLAR_ANALYTICS_MODEL_DIR": model_dir} if model_dir else {}),
-    )
-    service(
-        "gateway",
-        POLAR_GATEWAY_PROXY_URL=f"http://127.0.0.1:{ports['proxy']}",
-        POLAR_GATEWAY_PROXY_SOCKET=str(proxy_socket),
-        POLAR_GATEWAY_CLASSES='["local"]',
-        POLAR_GATEWAY_SLOTS=str(options.gateway_slots),
-        POLAR_GATEWAY_CONTEXT_WINDOW=str(_model_card(engine_url).get("max_model_len") or 32_768),
-    )
+    late = [
+        service(
+            "proxy",
+            POLAR_PORT=str(ports["proxy"]),
+            POLAR_PROXY_ENGINES=f'["{engine_url}"]',
+            POLAR_PROXY_ENGINE_KIND=options.engine_kind,
+            POLAR_PROXY_MODEL_DIR=model_dir,
+            POLAR_PROXY_SOCKET=str(proxy_socket),
+        ),
+        service(
+            "analytics",
+            POLAR_PORT=str(ports["analytics"]),
+            POLAR_ANALYTICS_CHDB=str(house.chdb),
+            **({"POLAR_ANALYTICS_MODEL_DIR": model_dir} if model_dir else {}),
+        ),
+        service(
+            "gateway",
+            POLAR_GATEWAY_PROXY_URL=f"http://127.0.0.1:{ports['proxy']}",
+            POLAR_GATEWAY_PROXY_SOCKET=str(proxy_socket),
+            POLAR_GATEWAY_CLASSES='["local"]',
+            POLAR_GATEWAY_SLOTS=str(options.gateway_slots),
+            # A session that waits in READY spends its own time: few, where a slot is held for minutes.
+            POLAR_GATEWAY_READY=str(max(1, options.gateway_slots // 2)),
+            POLAR_GATEWAY_INIT_SLOTS="2",
+            POLAR_GATEWAY_CONTEXT_WINDOW=str(_model_card(engine_url).get("max_model_len") or 32_768),
+        ),
+    ]
+    wait(*early, *late)
     return HouseFile(
         pid=os.getpid(),
         started=process_started(os.getpid()),
