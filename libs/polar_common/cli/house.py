@@ -19,6 +19,7 @@ from polar_common.house.layout import House, find_house, process_started
 from polar_common.house.supervisor import reap
 from polar_common.house.up import UpOptions, run_house
 from polar_common.settings import inherited_environment
+from polar_common.topology import ACK_WAIT_S
 
 from .output import console, emit, fail, table
 
@@ -48,6 +49,9 @@ def up(
     sync: Annotated[
         str, typer.Option(help="When the log is flushed: always, or an interval such as 2m (unsafe).")
     ] = "always",
+    lease: Annotated[
+        float, typer.Option(min=2, help="Seconds until a dead process's work is given to another.")
+    ] = ACK_WAIT_S,
     setting: Annotated[
         list[str] | None, typer.Option(help="Any further setting, e.g. POLAR_PROXY_THINKING=follow.")
     ] = None,
@@ -81,6 +85,7 @@ def up(
         sync=sync,
         gateway_slots=slots,
         engine_threads=engine_threads,
+        lease_s=lease,
         env=extra,
     )
     began = time.monotonic()

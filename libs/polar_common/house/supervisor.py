@@ -26,7 +26,8 @@ from .layout import process_started
 __all__ = ["Child", "Supervisor", "reap"]
 
 _BACKOFFS_S = (0.2, 1.0, 3.0, 10.0)
-_STABLE_S = 60.0
+_STABLE_S = 10.0
+"""Seconds after which a child that had become ready counts as running: its end is news, not a crash loop."""
 STOP_S = 20.0
 
 
@@ -113,7 +114,8 @@ class Supervisor:
             if self.stopping or child.alive:
                 continue
             if child.restart_at == 0.0:
-                if now - child.started_at > _STABLE_S:
+                came_up = child.ready_file is None or child.facts() is not None
+                if came_up and now - child.started_at > _STABLE_S:
                     child.failures = 0
                 delay = _BACKOFFS_S[min(child.failures, len(_BACKOFFS_S) - 1)]
                 child.failures += 1

@@ -22,7 +22,7 @@ from polar_common.bus import Bus
 from polar_common.errors import ConfigError
 from polar_common.nats_server import NatsConfig, find_binary, free_port, server_config
 from polar_common.settings import inherited_environment
-from polar_common.topology import Topology, apply
+from polar_common.topology import ACK_WAIT_S, Topology, apply
 
 from .layout import House, HouseFile, process_started
 from .supervisor import Child, Supervisor, reap
@@ -49,6 +49,8 @@ class UpOptions:
     work_classes: tuple[str, ...] = ("local", "docker")
     gateway_slots: int = 2
     engine_threads: int = 1
+    lease_s: float = ACK_WAIT_S
+    """How long work stays with a process that has died. Short leases recover sooner and bear less of a stall."""
     env: dict[str, str] = field(default_factory=dict)
     """Further settings (`POLAR_…`) for all services."""
 
@@ -246,6 +248,6 @@ def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: 
 async def _topology(url: str, options: UpOptions) -> None:
     bus = await Bus.connect(url, "up")
     try:
-        await apply(bus.js, Topology(work_classes=options.work_classes))
+        await apply(bus.js, Topology(work_classes=options.work_classes, lease_s=options.lease_s))
     finally:
         await bus.close()
