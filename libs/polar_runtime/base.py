@@ -33,7 +33,9 @@ __all__ = [
     "RuntimeSpec",
     "RuntimeStats",
     "Stream",
+    "check_proxy_socket",
     "checked_argv",
+    "checked_env",
 ]
 
 Stream = Literal["stdout", "stderr"]
@@ -303,6 +305,14 @@ def checked_argv(argv: Sequence[str]) -> list[str]:
         if len(arg.encode(errors="surrogateescape")) >= 131072:
             raise ConfigError("longer than the 128 KiB that Linux allows for one argument", f"argv[{i}]")
     return list(argv)
+
+
+def check_proxy_socket(path: Path) -> None:
+    """`ConfigError` unless the socket's directory exists and holds nothing but sockets: it is mounted as a whole."""
+    parent = path.absolute().parent
+    others = [p.name for p in parent.iterdir() if not p.is_socket()] if parent.is_dir() else ["no directory"]
+    if others:
+        raise ConfigError(f"{parent} must hold nothing but sockets, found: {', '.join(others[:3])}", "proxy_socket")
 
 
 def checked_env(env: Mapping[str, str], where: str = "env") -> dict[str, str]:

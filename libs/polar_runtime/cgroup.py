@@ -16,7 +16,7 @@ from pathlib import Path
 from polar_runtime import procs
 from polar_runtime.base import Resource
 
-__all__ = ["Cgroup", "Hierarchies", "find"]
+__all__ = ["Cgroup", "Hierarchies", "find", "of_process"]
 
 _ROOT = Path("/sys/fs/cgroup")
 _NAME = "polar"
@@ -73,6 +73,21 @@ def _make(path: Path) -> bool:
     except OSError:
         return False
     return os.access(path, os.W_OK)
+
+
+def of_process(pid: int) -> Cgroup | None:
+    """The group in which a process of this host is, to read. None where it can't be told."""
+    try:
+        own = dict(_own_paths(Path(f"/proc/{pid}/cgroup").read_text()))
+    except OSError:
+        return None
+    v2 = (_ROOT / "cgroup.controllers").exists()
+    paths = {c: _ROOT / c / own.get(c, "/").lstrip("/") for c in ([""] if v2 else ["memory", "pids", "cpuacct"])}
+    if not all(path.is_dir() for path in paths.values()):
+        return None
+    group = Cgroup(Hierarchies({c: path.parent for c, path in paths.items()}, v2=v2), "")
+    group.paths = paths
+    return group
 
 
 class Cgroup:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from polar_common.errors import RuntimeFault
 from polar_runtime import procs
 from polar_runtime.beneath import remove_tree
 from polar_runtime.cgroup import Cgroup, Hierarchies
@@ -32,8 +33,8 @@ class Ledger:
     def __init__(self, base: Path) -> None:
         self.base = base
 
-    def write(self, label: str, kind: str, groups: list[str]) -> None:
-        """Record who runs the attempt and which control groups it has."""
+    def write(self, label: str, kind: str, *, groups: list[str] | None = None, docker_host: str = "") -> None:
+        """Record who runs the attempt, and where else it leaves traces."""
         own = procs.ProcessId.of(os.getpid())
         owner = {
             "label": label,
@@ -41,7 +42,8 @@ class Ledger:
             "pid": os.getpid(),
             "started": own.started if own else 0,
             "boot": procs.boot_id(),
-            "groups": groups,
+            "groups": groups or [],
+            "docker_host": docker_host,
         }
         (self.base / "pids").mkdir(exist_ok=True)
         (self.base / "owner.json").write_text(json.dumps(owner))
@@ -99,7 +101,7 @@ async def reap(root: Path, is_live: Callable[[str], Awaitable[bool]]) -> list[st
             continue
         try:
             await asyncio.to_thread(_reap_one, base)
-        except OSError as error:
+        except (OSError, RuntimeFault) as error:
             _log.error("leftovers of a dead attempt remain", attempt=base.name, error=str(error))
         else:
             reaped.append(base.name)
@@ -109,6 +111,11 @@ async def reap(root: Path, is_live: Callable[[str], Awaitable[bool]]) -> list[st
 def _reap_one(base: Path) -> None:
     ledger = Ledger(base)
     owner = ledger.owner()
+    if owner.get("kind") == "docker":
+        # Imported only where there is something to remove: the SDK takes a quarter of a second to load.
+        from polar_runtime.docker_api import remove_containers
+
+        remove_containers(str(owner.get("docker_host", "")), base.name, str(base.parent))
     if owner.get("boot") == procs.boot_id():
         for process in ledger.processes():
             procs.kill_tree(process)

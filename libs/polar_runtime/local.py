@@ -31,6 +31,7 @@ from polar_runtime.base import (
     Runtime,
     RuntimeSpec,
     RuntimeStats,
+    check_proxy_socket,
     checked_argv,
     checked_env,
 )
@@ -40,7 +41,7 @@ from polar_runtime.handle import ProcessHandle
 from polar_runtime.hostfiles import HostFiles
 from polar_runtime.output import Output
 from polar_runtime.process import Ended, Process
-from polar_runtime.sampler import Sampler
+from polar_runtime.sampler import Sampler, disk_usage
 from polar_runtime.status import SandboxStatus
 
 __all__ = ["LocalRuntime"]
@@ -138,7 +139,7 @@ class LocalRuntime(Runtime):
             if spec.network == "proxy" and self._isolated and spec.proxy_url:
                 raise ConfigError("a sandbox reaches the proxy by its Unix socket only", "runtime.proxy_socket")
             return 0
-        _check_socket_dir(spec.proxy_socket)
+        check_proxy_socket(spec.proxy_socket)
         if self._isolated:
             return RELAY_PORT
         return 0 if spec.proxy_url else _free_port()
@@ -158,7 +159,7 @@ class LocalRuntime(Runtime):
                 group.create(self.spec.limits.memory_mb, self.spec.limits.pids, self.spec.limits.cpus)
                 self._group = group
         groups = [] if self._group is None else list(self._group.paths.values())
-        self._ledger.write(self.spec.label, "local", [str(p) for p in groups])
+        self._ledger.write(self.spec.label, "local", groups=[str(p) for p in groups])
 
     async def exec(
         self,
@@ -189,7 +190,8 @@ class LocalRuntime(Runtime):
             )
             status.close_write()
             handle = ProcessHandle(started.pid, skip=2 if self._isolated else 0)
-            sampler = Sampler(handle, limits, self._group, [self._places.work, self._places.home, self._places.tmp])
+            places = [self._places.work, self._places.home, self._places.tmp]
+            sampler = Sampler(handle, limits, self._group, lambda: disk_usage(places))
             ended = await self._attend(started, handle, sampler, stdin, timeout)
             if self._isolated and not status.was_set_up():
                 raise RuntimeUnavailable(f"bubblewrap: {output.tail.strip()[-500:]}")
@@ -332,9 +334,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _check_socket_dir(path: Path) -> None:
-    others = [p.name for p in path.absolute().parent.iterdir() if not p.is_socket()] if path.parent.is_dir() else ["?"]
-    if others:
-        raise ConfigError(f"{path.parent} must exist and hold nothing but sockets, found {others[:3]}", "proxy_socket")

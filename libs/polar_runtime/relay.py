@@ -1,13 +1,18 @@
 """Runs one command inside a sandbox and, if asked, carries its HTTP to the model proxy.
 
     python3 relay.py [--listen PORT --socket PATH] [--limit NAME=VALUE]... [--grace S] [--chdir DIR] [--adopt]
-        -- COMMAND [ARG]...
+        [--own-pipes] -- COMMAND [ARG]...
+    python3 relay.py --idle
+    python3 relay.py --signal-all NUMBER
 
 Listens on 127.0.0.1:PORT and joins every connection with the proxy's Unix socket; starts the command as a child in a
 session of its own; passes SIGTERM, SIGINT and SIGHUP on to the child's process group; kills what is left below it when
 the command has ended; and ends with the command's exit code (128 + n after signal n, 127 when there is no such program,
 126 when it can't be executed). Where no process namespace holds the command's orphans, `--adopt` does: a daemonised
-process becomes a child of this one, and all end with whoever started it.
+process becomes a child of this one, and all end with whoever started it. With `--own-pipes` the command writes into
+pipes of the relay's, so that this one's output ends with it even where a daemonised process keeps them open.
+
+`--idle` is a container's first process: it reaps and waits. `--signal-all` signals every other process there.
 
 Standard library only and no import of anything of Polar's: the file is mounted into sandboxes and run with whatever
 Python 3.8 or newer is there. The other half is the Unix listener of `polar_proxy`.
@@ -107,13 +112,16 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
                 continue
 
 
-def start(argv: list[str], limits: dict[str, int], directory: str = "") -> int:
+def start(argv: list[str], limits: dict[str, int], directory: str = "", output: tuple[int, int] = (1, 2)) -> int:
     """Fork and execute; returns the child's pid. Exits 127 or 126 in the child where that fails."""
     pid = os.fork()
     if pid:
         return pid
     try:
         os.setsid()
+        for number, fd in enumerate(output, 1):
+            if fd != number:
+                os.dup2(fd, number)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -130,6 +138,51 @@ def start(argv: list[str], limits: dict[str, int], directory: str = "") -> int:
         sys.stderr.flush()
         os._exit(127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126)
     os._exit(126)
+
+
+class Copier:
+    """The command's standard output and error, copied through pipes of our own."""
+
+    def __init__(self) -> None:
+        self._pairs = [os.pipe(), os.pipe()]
+        self._threads: list[threading.Thread] = []
+        self.child_ends = (self._pairs[0][1], self._pairs[1][1])
+
+    def begin(self) -> None:
+        """After the fork: give up the child's ends and copy."""
+        for number, (source, sink) in enumerate(self._pairs, 1):
+            os.close(sink)
+            thread = threading.Thread(target=self._copy, args=(source, number), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def finish(self) -> None:
+        """After the command's end: what it wrote is passed on; whoever else holds the pipe is not waited for."""
+        for thread, (source, _) in zip(self._threads, self._pairs):  # noqa: B905 - Python 3.8
+            while thread.is_alive() and select.select([source], [], [], 0)[0]:
+                thread.join(0.02)
+            thread.join(0.05)
+
+    @staticmethod
+    def _copy(source: int, sink: int) -> None:
+        try:
+            while True:
+                data = os.read(source, 65536)
+                if not data:
+                    return
+                while data:
+                    data = data[os.write(sink, data) :]
+        except OSError:
+            return
+
+
+def idle() -> None:
+    """Reap for ever. As a container's first process it can't be killed from inside, having no handlers."""
+    signal.set_wakeup_fd(_wake_w, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda _n, _frame: None)
+    while True:
+        _reap(0)
+        _sleep(60)
 
 
 def _limit(which: int, value: int) -> None:
@@ -241,10 +294,23 @@ def main(args: list[str]) -> int:
     parser.add_argument("--grace", type=float, default=2.0, metavar="SECONDS")
     parser.add_argument("--chdir", default="", metavar="DIR")
     parser.add_argument("--adopt", action="store_true")
+    parser.add_argument("--own-pipes", action="store_true")
+    parser.add_argument("--idle", action="store_true")
+    parser.add_argument("--signal-all", type=int, default=0, metavar="NUMBER")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(args)
     argv = options.command[1:] if options.command[:1] == ["--"] else options.command
     limits = {name: int(value) for name, value in (item.split("=", 1) for item in options.limit)}
+    if options.idle:
+        idle()
+    if options.signal_all:
+        os.kill(-1, options.signal_all)
+        return 0
+    return run(argv, limits, options)
+
+
+def run(argv: list[str], limits: dict[str, int], options: argparse.Namespace) -> int:
+    """Run the command; returns its exit code, 125 where the port is taken."""
     parent = os.getppid()
     wanted: list[int] = []
     signal.set_wakeup_fd(_wake_w, warn_on_full_buffer=False)
@@ -255,16 +321,23 @@ def main(args: list[str]) -> int:
         adopt_orphans()
         if os.getppid() != parent:
             return 143
-    if not options.listen:
-        return wait(start(argv, limits, options.chdir), options.grace, wanted)
-    try:
-        server = listen(options.listen)
-    except OSError as error:
-        sys.stderr.write(f"polar: cannot listen on 127.0.0.1:{options.listen}: {error.strerror}\n")
-        return 125
-    child = start(argv, limits, options.chdir)
-    serve(server, options.socket)
-    return wait(child, options.grace, wanted)
+    server = None
+    if options.listen:
+        try:
+            server = listen(options.listen)
+        except OSError as error:
+            sys.stderr.write(f"polar: cannot listen on 127.0.0.1:{options.listen}: {error.strerror}\n")
+            return 125
+    copier = Copier() if options.own_pipes else None
+    child = start(argv, limits, options.chdir, copier.child_ends if copier else (1, 2))
+    if copier:
+        copier.begin()
+    if server:
+        serve(server, options.socket)
+    code = wait(child, options.grace, wanted)
+    if copier:
+        copier.finish()
+    return code
 
 
 if __name__ == "__main__":

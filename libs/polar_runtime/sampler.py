@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from polar_runtime import procs
 from polar_runtime.base import Limits, Resource
 from polar_runtime.cgroup import Cgroup
 
-__all__ = ["Sampler", "Watched"]
+__all__ = ["Sampler", "Watched", "disk_usage"]
 
 _FIRST_S, _SLOWEST_S = 0.1, 2.0
 _DISK_EVERY = 20.0  # a look at the disk may take this fraction of the time at most
@@ -30,9 +30,12 @@ class Watched(Protocol):
 
 
 class Sampler:
-    """`run` until cancelled. With a control group only the peaks and the disk are left to watch."""
+    """`run` until cancelled. With a control group only the peaks and the disk are left to watch; `disk` tells how many
+    bytes are used."""
 
-    def __init__(self, watched: Watched, limits: Limits, group: Cgroup | None, directories: Sequence[Path]) -> None:
+    def __init__(
+        self, watched: Watched, limits: Limits, group: Cgroup | None, disk: Callable[[], Awaitable[int]]
+    ) -> None:
         self.peak_rss = 0
         self.cpu_s = 0.0
         self.peak_procs = 0
@@ -40,7 +43,7 @@ class Sampler:
         self._watched = watched
         self._limits = limits
         self._group = group
-        self._directories = directories
+        self._disk = disk
         self._disk_due = time.monotonic() + 1.0
 
     async def run(self) -> None:
@@ -56,7 +59,9 @@ class Sampler:
 
     def _look(self) -> None:
         if self._group:
-            self.peak_procs = max(self.peak_procs, len(self._group.pids()))
+            self.peak_procs = max(self.peak_procs, len(self._group.pids()), self._group.peak_pids())
+            self.peak_rss = max(self.peak_rss, self._group.peak_memory())
+            self.cpu_s = max(self.cpu_s, self._group.cpu_s())
             return
         pids = self._watched.members(self._limits.pids)
         self.peak_procs = max(self.peak_procs, len(pids))
@@ -71,7 +76,7 @@ class Sampler:
 
     async def _look_at_disk(self) -> None:
         began = time.monotonic()
-        used = await disk_usage(self._directories)
+        used = await self._disk()
         took = time.monotonic() - began
         self._disk_due = time.monotonic() + max(1.0, took * _DISK_EVERY)
         if used > self._limits.disk_mb << 20:

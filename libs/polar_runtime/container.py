@@ -1,0 +1,291 @@
+"""One Docker container: made, started again after a kill, watched, removed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from docker.errors import ImageNotFound, NotFound
+from docker.types import Mount as BindMount
+
+from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
+from polar_runtime import archive, cgroup
+from polar_runtime.base import Mount, Resource, RuntimeSpec, RuntimeStats
+from polar_runtime.docker_api import ATTEMPT, ROOT, Daemon
+from polar_runtime.portable import PortablePython
+from polar_runtime.sampler import Sampler, disk_usage
+
+__all__ = ["HOME", "Container"]
+
+HOME = "/home/agent"
+# The first process, a relay with its threads and a courier aren't the task's.
+_SPARE_PIDS = 24
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+class Container:
+    """Used by one `DockerRuntime`. Every call may raise what `Daemon.call` raises."""
+
+    def __init__(self, daemon: Daemon, spec: RuntimeSpec) -> None:
+        self._daemon = daemon
+        self._spec = spec
+        self._id = ""
+        self._running = False
+        self._waking = asyncio.Lock()
+        self._upper: Path | None = None
+        self._stats = RuntimeStats()
+        self._cpu_before = 0.0
+        self.group: cgroup.Cgroup | None = None
+
+    async def create(self, python: PortablePython) -> None:
+        """Make and start it. `RuntimeUnavailable` without the image, `ConfigError` for one that can't run here."""
+        if not self._spec.image:
+            raise ConfigError("the docker runtime needs an image", "runtime.image")
+        user = self._spec.user or await self._check_image()
+        options = self._options(python)
+
+        def work(client: Any) -> str:
+            return str(client.containers.create(**options).id)
+
+        try:
+            self._id = await self._daemon.call(work)
+        except NotFound as error:
+            raise RuntimeUnavailable(f"Docker: {error.explanation}") from error
+        await self._make_places(user, python)
+        await self.awake()
+
+    async def _make_places(self, user: str, python: PortablePython) -> None:
+        """HOME, `/tmp` and, where the image has none, the working directory, owned by the user who runs commands."""
+        uid, gid = await self._numbers(user, python)
+        places = [archive.Entry(HOME.lstrip("/"), 0o700), archive.Entry("tmp", 0o1777)]
+        if not await self._exists(self._spec.workdir):
+            places.append(archive.Entry(self._spec.workdir.lstrip("/"), 0o755))
+        tar = archive.to_tar(places, uid=uid, gid=gid)
+        await self._daemon.call(lambda client: client.api.put_archive(self._id, "/", tar))
+
+    async def _numbers(self, user: str, python: PortablePython) -> tuple[int, int]:
+        uid, _, gid = (user or "0").partition(":")
+        if uid.isdigit() and (gid.isdigit() or not gid):
+            return int(uid), int(gid or uid)
+        # A name: only the image's own passwd knows its number.
+        out = bytearray()
+        exec_id = await self.prepare([*python.argv, python.courier, "whoami"], {}, stdin=False)
+        await self._daemon.attach(exec_id, None, lambda _stream, data: out.extend(data))
+        try:
+            first, second = map(int, bytes(out).split())
+        except ValueError as error:
+            raise ConfigError(
+                f"no user {user!r}: {bytes(out).decode(errors='replace')[:300]}", "runtime.user"
+            ) from error
+        return first, second
+
+    async def _exists(self, path: str) -> bool:
+        try:
+            await self._daemon.call(lambda client: client.api.get_archive(self._id, path)[1])
+        except NotFound:
+            return False
+        return True
+
+    async def _check_image(self) -> str:
+        """The image's user."""
+        image, pull = self._spec.image, self._spec.options.get("pull") != "never"
+
+        def work(client: Any) -> tuple[str, str]:
+            try:
+                found = client.images.get(image)
+            except ImageNotFound:
+                if not pull:
+                    raise
+                found = client.images.pull(image)
+                found = found[0] if isinstance(found, list) else found
+            config = found.attrs.get("Config") or {}
+            return str(found.attrs.get("Architecture", "")), str(config.get("User", ""))
+
+        try:
+            architecture, user = await self._daemon.call(work)
+        except NotFound as error:
+            raise RuntimeUnavailable(f"no image {image!r}: {error.explanation}") from error
+        except RuntimeFault as error:
+            raise RuntimeUnavailable(f"no image {image!r}: {error}") from error
+        own = _ARCHITECTURES.get(platform.machine(), architecture)
+        if architecture and architecture != own:
+            raise ConfigError(f"{image!r} is for {architecture}, this host is {own}", "runtime.image")
+        return user
+
+    def _options(self, python: PortablePython) -> dict[str, Any]:
+        spec, limits = self._spec, self._spec.limits
+        mounts = [*python.mounts, *spec.mounts]
+        if spec.proxy_socket is not None and spec.network != "none":
+            mounts.append(Mount(spec.proxy_socket.absolute().parent, "/polar/proxy"))
+        kept = [c.strip() for c in spec.options.get("capabilities", "").split(",") if c.strip()]
+        options: dict[str, Any] = {
+            "image": spec.image,
+            "entrypoint": [*python.argv, python.relay],
+            "command": ["--idle"],
+            "user": "0:0",
+            "labels": {ATTEMPT: spec.label, ROOT: str(spec.root.absolute())},
+            "hostname": "polar",
+            "network_mode": "bridge" if spec.network == "host" else "none",
+            "mem_limit": limits.memory_mb << 20,
+            "memswap_limit": limits.memory_mb << 20,
+            "pids_limit": limits.pids + _SPARE_PIDS,
+            "cap_drop": ["ALL"],
+            "cap_add": kept,
+            "security_opt": ["no-new-privileges"],
+            "mounts": [BindMount(m.target, str(m.source), type="bind", read_only=True) for m in mounts],
+            "log_config": {"Type": "none"},
+            "healthcheck": {"test": ["NONE"]},
+            "working_dir": "/",
+        }
+        if limits.cpus:
+            options["nano_cpus"] = int(limits.cpus * 1e9)
+        return options
+
+    async def awake(self) -> None:
+        """Start it unless it runs."""
+        async with self._waking:
+            if self._running:
+                return
+
+            def work(client: Any) -> dict[str, Any]:
+                client.api.start(self._id)
+                found: dict[str, Any] = client.api.inspect_container(self._id)
+                return found
+
+            try:
+                found = await self._daemon.call(work)
+            except NotFound as error:
+                raise RuntimeFault("the container is gone") from error
+            except RuntimeFault as error:
+                raise RuntimeUnavailable(f"the container doesn't start: {error}") from error
+            self._running = True
+            self.group = cgroup.of_process(int(found["State"]["Pid"])) if found["State"]["Pid"] else None
+            upper = (found.get("GraphDriver", {}).get("Data") or {}).get("UpperDir")
+            self._upper = Path(upper) if upper and os.access(upper, os.R_OK) else None
+
+    async def prepare(self, argv: Sequence[str], env: Mapping[str, str], *, stdin: bool) -> str:
+        """Make an exec, waking the container; one that died meanwhile is started once more. Returns its id."""
+        for again in (False, True):
+            await self.awake()
+
+            def work(client: Any) -> str:
+                made = client.api.exec_create(
+                    self._id, list(argv), stdin=stdin, environment=dict(env), user=self._spec.user, workdir="/"
+                )
+                return str(made["Id"])
+
+            try:
+                return await self._daemon.call(work)
+            except NotFound as error:
+                raise RuntimeFault("the container is gone") from error
+            except RuntimeFault:
+                if again:
+                    raise
+                self._running = False
+        raise AssertionError("unreachable")
+
+    async def run_detached(self, argv: Sequence[str]) -> None:
+        """Start a command and don't wait for it."""
+        exec_id = await self.prepare(argv, {}, stdin=False)
+        with contextlib.suppress(NotFound):
+            await self._daemon.call(lambda client: client.api.exec_start(exec_id, detach=True))
+
+    async def exit_code(self, exec_id: str) -> int:
+        """An ended exec's code; 137 where its container was killed under it."""
+        for pause in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0):
+            try:
+                found = await self._daemon.call(lambda client: client.api.exec_inspect(exec_id))
+            except (NotFound, RuntimeFault) as error:
+                if isinstance(error, RuntimeUnavailable):
+                    raise
+                return 137
+            if not found["Running"] and found["ExitCode"] is not None:
+                return int(found["ExitCode"])
+            if not self._running:
+                return 137
+            await asyncio.sleep(pause)
+        return 137
+
+    def events(self) -> tuple[int, int]:
+        """How often the kernel has killed for memory and refused a fork so far."""
+        return self.group.exhausted() if self.group else (0, 0)
+
+    async def exhausted(self, before: tuple[int, int]) -> Resource:
+        """The limit that was hit since `before`."""
+        if self.group and (which := self.group.which(before)):
+            return which
+        with contextlib.suppress(NotFound, RuntimeFault):
+            found = await self._daemon.call(lambda client: client.api.inspect_container(self._id))
+            if found["State"].get("OOMKilled"):
+                return "memory"
+            if not found["State"].get("Running"):
+                self._running = False
+        return ""
+
+    async def disk(self) -> int:
+        """Bytes written over the image."""
+        if self._upper is not None:
+            return await disk_usage([self._upper])
+
+        def work(client: Any) -> int:
+            found = client.api.containers(all=True, size=True, filters={"id": self._id})
+            return int(found[0].get("SizeRw") or 0) if found else 0
+
+        with contextlib.suppress(NotFound, RuntimeFault):
+            return await self._daemon.call(work)
+        return 0
+
+    def members(self, most: int = 1 << 22) -> list[int]:
+        """Its processes, where this host shows them."""
+        return self.group.pids()[:most] if self.group else []
+
+    async def kill(self) -> None:
+        """SIGKILL to everything in it; returns when it has ended."""
+        if not self._id or not self._running:
+            return
+        self._measure()
+        self._cpu_before = self._stats.cpu_s
+        self._running = False
+
+        def work(client: Any) -> None:
+            client.api.kill(self._id)
+            client.api.wait(self._id, timeout=30)
+
+        with contextlib.suppress(NotFound, RuntimeFault):
+            await self._daemon.call(work)
+        self.group = None
+
+    async def remove(self) -> None:
+        """Kill and remove it, whatever state it is in."""
+        if not self._id:
+            return
+        self._measure()
+        self._running = False
+        with contextlib.suppress(NotFound):
+            await self._daemon.call(lambda client: client.api.remove_container(self._id, force=True, v=True))
+
+    def add(self, sampler: Sampler) -> None:
+        """Take over what a sampler saw."""
+        self._stats = RuntimeStats(
+            max(self._stats.peak_rss, sampler.peak_rss),
+            max(self._stats.cpu_s, self._cpu_before + sampler.cpu_s),
+            max(self._stats.peak_procs, sampler.peak_procs),
+        )
+        self._measure()
+
+    def _measure(self) -> None:
+        if self.group is not None:
+            self._stats = RuntimeStats(
+                max(self._stats.peak_rss, self.group.peak_memory()),
+                max(self._stats.cpu_s, self._cpu_before + self.group.cpu_s()),
+                max(self._stats.peak_procs, self.group.peak_pids()),
+            )
+
+    def stats(self) -> RuntimeStats:
+        """Peaks and sums so far."""
+        return self._stats
