@@ -203,7 +203,9 @@ def document(body: bytes) -> Document:
 def _defaults(model: type[BaseModel]) -> Document:
     """What a body says by leaving a field out."""
     fields = model.model_fields.items()
-    return {name: field.get_default(call_default_factory=False) for name, field in fields if not field.is_required()}
+    found = {name: field.get_default(call_default_factory=False) for name, field in fields if not field.is_required()}
+    # As JSON has them: a document's lists are lists.
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 _DEFAULTS = {"completion.captured": _defaults(CompletionCaptured), "completion.aborted": _defaults(CompletionAborted)}
