@@ -21,6 +21,10 @@ from .drift import break_class, canonical_copy, drift_class, end_of_turn
 __all__ = ["PrefixMerging"]
 
 
+_APART = ("replay", "aborted", "undelivered", "superseded_retry", "unused_parallel", "side", "empty")
+"""Answers that nothing was made of: a prompt that merely begins like theirs doesn't go on from them."""
+
+
 @dataclass(slots=True)
 class _Building:
     links: list[Link]
@@ -74,7 +78,9 @@ def _parent(i: int, view: View, tips: dict[int, _Building], continued: dict[int,
     free = [
         k
         for k in tips
-        if k not in continued and not view.calls[k].replay_of and view.contexts.starts_with_prompt(c, view.calls[k])
+        if k not in continued
+        and view.excluded.get(view.calls[k].id) not in _APART
+        and view.contexts.starts_with_prompt(c, view.calls[k])
     ]
     if not free:
         return None, False
