@@ -1,0 +1,199 @@
+"""`polar fidelity`: recompute what traces say, and what a plain engine would have shown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from polar_common.bus import Bus
+from polar_common.cli.output import console, emit, table, warn
+from polar_common.errors import ConfigError
+from polar_common.house import find_house
+from polar_common.settings import HouseSettings
+from polar_common.verify import LiveSource
+
+from .check import Options, check
+from .models import Models, find_models, served_root
+from .native import GapReport, deployment_gap
+from .policies import Policies, published
+from .scope import OUTSIDE, TOLERANCE
+from .tally import Report, Stats, Worst
+
+__all__ = ["fidelity"]
+
+
+def fidelity(
+    build: Annotated[str, typer.Option(help="Which build.")] = "live",
+    run: Annotated[str, typer.Option(help="Only this run.")] = "",
+    session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.")] = None,
+    sample: Annotated[int, typer.Option(min=0, help="Traces drawn at random; 0: all.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    native: Annotated[bool, typer.Option("--native", help="Also: how often a plain engine would differ.")] = False,
+    recompute: Annotated[bool, typer.Option(help="Recompute log-probs (needs torch).")] = True,
+    model: Annotated[str, typer.Option(help="The first weights: a directory, or a name in the model cache.")] = "",
+    worst: Annotated[int, typer.Option(min=0, help="Places shown for each kind of context.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Of the recompute.")] = 1,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 unless all spans in scope agree and no trace is damaged.")
+    ] = False,
+    data: Annotated[Path | None, typer.Option("--data", help="The house's directory; by default $POLAR_DATA.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Recompute the log-probs of a build's traces under the weights that sampled them, and compare.
+
+    Example: polar fidelity --sample 50 --native
+    """
+    settings = HouseSettings()
+    models = find_models(model, served_root(data or settings.data))
+    options = Options(build, run, tuple(session or ()), sample, seed, worst, threads)
+    report, gaps = asyncio.run(_measure(_url(settings, data), settings, options, models, recompute, native, json))
+    _tell(report, gaps, models, json)
+    if strict and report is not None and not report.faultless:
+        raise typer.Exit(1)
+
+
+def _url(settings: HouseSettings, data: Path | None) -> str:
+    url = settings.nats if "nats" in settings.model_fields_set and data is None else find_house(data).nats
+    if not url:
+        raise ConfigError("a remote house's log is reached by POLAR_NATS", "nats")
+    return url
+
+
+@dataclass(slots=True)
+class _Bar:
+    progress: Progress
+    task: TaskID
+
+    def __call__(self, done: float, total: int) -> None:
+        self.progress.update(self.task, completed=done, total=total)
+
+
+async def _measure(
+    url: str, settings: HouseSettings, options: Options, models: Models, recompute: bool, native: bool, quiet: bool
+) -> tuple[Report | None, GapReport | None]:
+    user, password = settings.nats_user, settings.nats_password.get_secret_value()
+    bus = await Bus.connect(url, "fidelity", user=user, password=password, wait_s=5.0)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}"),
+        TimeRemainingColumn(),
+    )
+    try:
+        with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+            report = gaps = None
+            if recompute:
+                known = await published(bus, await LiveSource(bus).streams("events"))
+                policies = Policies(known, models.base, models.by_hash)
+                told = _Bar(bar, bar.add_task("recomputing traces", total=None))
+                report = await check(bus, options, policies, told)
+            if native:
+                told = _Bar(bar, bar.add_task("rendering traces", total=None))
+                gaps = await deployment_gap(bus, options, models.renderer, told)
+            return report, gaps
+    finally:
+        await bus.close()
+
+
+def _tell(report: Report | None, gaps: GapReport | None, models: Models, json: bool) -> None:
+    if json:
+        found: dict[str, Any] = {} if report is None else report.json()
+        if report is not None:
+            found["worst"] = [_worst_json(w, models) for w in report.worst]
+        if gaps is not None:
+            found["native"] = gaps.json()
+        emit(found)
+        return
+    if report is not None:
+        _tell_report(report, models)
+    if gaps is not None:
+        _tell_gaps(gaps)
+
+
+def _share(stats: Stats) -> str:
+    return "nothing" if stats.share is None else f"{stats.within:,} of {stats.spans:,} spans ({stats.share:.2%})"
+
+
+def _tell_report(report: Report, models: Models) -> None:
+    sums = report.in_scope
+    drawn = f"{report.checked:,} of {report.traces:,} traces, {report.spans:,} trained spans, {report.tokens:,} tokens"
+    console.print(f"build {report.build}: {drawn}", markup=False)
+    console.print(
+        f"in scope: {_share(sums)} within {TOLERANCE:g}; largest {sums.max_abs:.2e}", style="bold", markup=False
+    )
+    rows: list[Sequence[Any]] = [
+        [scope or "in scope", context, s.spans, s.tokens, s.share, s.max_abs, s.mean_abs, s.ratio_mean, s.ratio_min,
+         s.ratio_max, s.outside_kept]
+        for (scope, context), s in sorted(report.rows.items())
+    ]  # fmt: skip
+    if rows:
+        heads = ["scope", "context", "spans", "tokens", "within", "max", "mean", "ratio", "min", "max ", "outside kept"]
+        table("recomputed − recorded; ratio: exp of a span's sum", heads, rows)
+    reasons = [(reason, report.scope(reason).spans, OUTSIDE[reason]) for reason in report.reasons]
+    if reasons:
+        table("outside the scope", ["reason", "spans", "meaning"], reasons)
+    if report.unmeasured:
+        table("not recomputed", ["reason", "spans"], report.unmeasured.most_common())
+    if report.unreadable:
+        table("traces that can't be read", ["reason", "traces"], report.unreadable.most_common())
+    table("weights", ["version", "from"], sorted(report.versions.items()))
+    shown = [_worst_json(w, models) for w in report.worst]
+    if shown:
+        names = ["context", "difference", "recorded", "recomputed", "session", "place", "before", "token", "after"]
+        table("worst places", names, [[_cell(w[n]) for n in names] for w in shown])
+    for line in report.details:
+        warn(line)
+
+
+def _cell(value: Any) -> Any:
+    return value if not isinstance(value, str) else value.replace("\n", "⏎")
+
+
+def _worst_json(worst: Worst, models: Models) -> dict[str, Any]:
+    vocabulary = models.vocabulary(worst.tokenizer_hash)
+
+    def text(ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids)) if vocabulary is None else vocabulary.decode(ids)
+
+    return {
+        "context": worst.context,
+        "scope": worst.scope or "in scope",
+        "difference": worst.difference,
+        "recorded": worst.recorded,
+        "recomputed": worst.recomputed,
+        "session": f"{worst.session}/{worst.number}",
+        "completion": worst.completion,
+        "place": worst.place,
+        "at": worst.at,
+        "token_id": worst.token,
+        "before": text(worst.before.tolist()),
+        "token": text([worst.token]),
+        "after": text(worst.after.tolist()),
+    }
+
+
+def _tell_gaps(gaps: GapReport) -> None:
+    rows = [
+        [g.harness or "-", g.model, g.calls, g.later, g.different, g.share, _kinds(g.kinds), g.json()["first_at"]]
+        for _, g in sorted(gaps.gaps.items())
+    ]
+    heads = ["harness", "model", "calls", "later", "different", "share", "kinds", "first at (min, median, max)"]
+    table("deployment gap: prompts that a plain engine would have shown otherwise", heads, rows)
+    examples = [e for _, g in sorted(gaps.gaps.items()) for e in g.examples.values()]
+    if examples:
+        names = ["kind", "session", "at", "before", "seen", "native"]
+        table("examples", names, [[_cell(getattr(e, n)) for n in names] for e in examples])
+    if gaps.unreadable:
+        table("not compared", ["reason", "calls"], gaps.unreadable.most_common())
+    for line in gaps.details:
+        warn(line)
+
+
+def _kinds(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(kinds.items(), key=lambda k: -k[1]))
