@@ -142,11 +142,13 @@ def streamed(text: str) -> dict[str, Any]:
     return message
 
 
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
 def settings(model_dir: Path, bus_url: str, data: Path, *urls: str, **more: Any) -> ProxySettings:
-    return ProxySettings(
-        data=data, nats=bus_url, secret=SECRET, proxy_engines=urls, proxy_model="policy", proxy_model_dir=model_dir,
-        log_level="warning", **more,
-    )  # fmt: skip
+    chosen: dict[str, Any] = {"proxy_engines": urls, "log_level": "warning"} | more
+    return ProxySettings(data=data, nats=bus_url, secret=SECRET, proxy_model_dir=model_dir, **chosen)
 
 
 @asynccontextmanager
@@ -194,5 +196,5 @@ async def kit(
 
 __all__ = [
     "SECRET", "TASK", "CompletionAborted", "CompletionCaptured", "CompletionRejected", "CompletionUndelivered", "Kit",
-    "SamplingSpec", "kit", "running", "session_key", "settings", "streamed",
+    "SamplingSpec", "kit", "running", "session_key", "settings", "streamed", "user",
 ]  # fmt: skip

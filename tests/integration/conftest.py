@@ -1,0 +1,25 @@
+"""Fixtures of the proxy's tests: a tokenizer made on the spot, and a whole proxy on a real log."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from proxy_engine import make_model_dir
+from proxy_kit import Kit, kit
+
+from polar_common.bus import Bus
+from polar_common.nats_server import NatsServer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def proxy(model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path) -> AsyncIterator[Kit]:
+    """One proxy with one scripted engine."""
+    async with kit(model_dir, nats_server.url, bus, tmp_path) as made:
+        yield made
