@@ -18,7 +18,9 @@ from polar_render.base import Renderer
 
 from .asgi import ProxyApp
 from .engines.base import Engine
+from .engines.chat import VllmChatEngine
 from .engines.pool import Pool
+from .engines.sglang import SglangEngine
 from .engines.vllm import VllmEngine
 from .exchange import Sweeper
 from .protocol import BoundedProtocol
@@ -31,18 +33,24 @@ from .settings import ProxySettings
 __all__ = ["Proxy", "run"]
 
 
+_ADAPTERS: dict[str, type[VllmEngine] | type[SglangEngine]] = {
+    "vllm": VllmEngine,
+    "sglang": SglangEngine,
+    "vllm_chat": VllmChatEngine,
+}
+
+
 def engines(settings: ProxySettings) -> list[Engine]:
-    """One adapter per replica, named by number and port."""
-    made: list[Engine] = []
-    for number, url in enumerate(settings.proxy_engines):
-        replica = f"e{number}"
-        made.append(
-            VllmEngine(
-                url, settings.proxy_model, replica, logprob_kind=settings.proxy_logprob_kind,
-                idle_s=settings.proxy_engine_idle_s, token=settings.proxy_engine_token.get_secret_value(),
-            )
-        )  # fmt: skip
-    return made
+    """One adapter per replica, named by its number."""
+    adapter = _ADAPTERS[settings.proxy_engine_kind]
+    token = settings.proxy_engine_token.get_secret_value()
+    return [
+        adapter(
+            url, settings.proxy_model, f"e{number}", logprob_kind=settings.proxy_logprob_kind,
+            idle_s=settings.proxy_engine_idle_s, token=token,
+        )
+        for number, url in enumerate(settings.proxy_engines)
+    ]  # fmt: skip
 
 
 def profile(settings: ProxySettings) -> ModelProfile:

@@ -352,7 +352,7 @@ def new_choice(plan: Plan, renderer: Renderer, used: SamplingUsed, salt: str, gu
     completion = new_id()
     request = GenerateRequest(
         request_id=completion, prompt=plan.prompt, sampling=used, stop_token_ids=renderer.stop_ids, cache_salt=salt,
-        guide=plan.request.response_format if guide else None,
+        guide=plan.request.response_format if guide else None, native=plan.native,
     )  # fmt: skip
     live = Live(completion, plan.request.raw_hash)
     return Choice(live, used, request, Sampling(renderer.parser(plan.head), used.stop))

@@ -75,8 +75,8 @@ def engine_json(facts: EngineFacts) -> bytes:
 
 
 def build(index: SessionIndex, plan: Plan, sample: Sample, facts: CallFacts, renderer: Renderer) -> Captured:
-    """The captured completion. In native context the prompt is what the engine reported."""
-    native = plan.chain == "native"
+    """The captured completion. Where the engine renders, the prompt is what it reports."""
+    native = plan.native is not None
     sent = np.array(sample.prompt_ids or (), dtype=np.int32) if native else plan.prompt
     verdict = judge(
         sample.ids,
@@ -85,6 +85,7 @@ def build(index: SessionIndex, plan: Plan, sample: Sample, facts: CallFacts, ren
         facts.capabilities.logprobs,
         sent,
         None if native else sample.prompt_ids,
+        completion_tokens=sample.completion_tokens,
     )
     ids = np.array(sample.ids, dtype=np.int32)
     base = plan.base if plan.base is not None and plan.base.completion in index.nodes else None
@@ -127,7 +128,7 @@ def _stable(
         },
     }  # fmt: skip
     native = plan.chain == "native"
-    exact = sample.prompt_ids is not None if native else verdict.context_exact
+    exact = sample.prompt_ids is not None if plan.native is not None else verdict.context_exact
     if exact is not True:
         event["context_exact"] = exact
     if any(a in _UNFAITHFUL for a in plan.additions):

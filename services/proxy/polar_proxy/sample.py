@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from polar_common.errors import EngineDown
 from polar_common.events import VersionSpan
-from polar_proxy.dialects.base import Finish
+from polar_proxy.dialects.base import Finish, events_of
 from polar_proxy.engines.base import Chunk, EngineFinish
 from polar_render.base import AnswerEvent, StreamParser, TextDelta, ThinkingDelta, ToolCallDelta
 from polar_render.messages import Part, Text, Thinking, ToolCall
@@ -133,6 +133,7 @@ class Sample:
     prompt_ids: list[int] | None
     prompt_tokens: int
     kv_mixed: bool
+    completion_tokens: int
 
 
 class Sampling:
@@ -159,6 +160,8 @@ class Sampling:
             last.versions, last.kv_mixed = chunk.versions, chunk.kv_mixed
         last.cached_tokens = chunk.cached_tokens or last.cached_tokens
         last.prompt_tokens = chunk.prompt_tokens or last.prompt_tokens
+        last.completion_tokens = chunk.completion_tokens or last.completion_tokens
+        last.parts = chunk.parts or last.parts
         if chunk.prompt_ids is not None:
             last.prompt_ids = chunk.prompt_ids
 
@@ -179,6 +182,9 @@ class Sampling:
         events = self._parser.finish()
         answer = self._parser.answer()
         parts, stop = answer.parts, None
+        if last.parts is not None and not self.ids:
+            parts = last.parts
+            events = events_of(parts)
         if self._stops and last.finish == "stop" and isinstance(last.stop_reason, str):
             parts, stop = cut_stop(parts, self._stops)
             # The engine may have seen it across a border that the parser took out.
@@ -190,5 +196,6 @@ class Sampling:
             ids=self.ids, logprobs=self.logprobs, parts=parts, finish=finish_of(last.finish, stop is not None, parts),
             closed=answer.closed, stop_sequence=stop, versions=last.versions, cached_tokens=last.cached_tokens,
             prompt_ids=last.prompt_ids, prompt_tokens=last.prompt_tokens, kv_mixed=last.kv_mixed,
+            completion_tokens=last.completion_tokens or len(self.ids),
         )  # fmt: skip
         return sample, events

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from polar_common.errors import EngineBusy, PolarError, RenderError, RequestError
 from polar_common.events import EngineFacts
@@ -22,7 +23,7 @@ from .admission import Refused, admit
 from .call import SSE, Call, new_choice
 from .capture import engine_json, reply_of
 from .context.nodes import Node, SessionIndex
-from .context.prompt import Plan, head_of, plan
+from .context.prompt import Plan, head_of, plan, plan_native
 from .context.retry import Decision, Earlier, decide
 from .engines.pool import Pool, Replica
 from .exchange import Exchange, Sweeper
@@ -224,11 +225,17 @@ class ProxyService:
         return made
 
     async def _make(self, session: Session, request: ChatRequest, renderer: Renderer, head: Head, key: bytes) -> Plan:
-        keep = session.key.sampling.thinking == "keep"
+        how = session.key.sampling
+        found = self.pool.capabilities
+        ids_in = found is None or found.ids_in
+        if how.context == "native" or not ids_in:
+            make = partial(plan_native, session.index, request, renderer, head, key, ids_in=ids_in)
+        else:
+            make = partial(plan, session.index, request, renderer, head, key, keep=how.thinking == "keep")
         size = sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, Text))
         if size > self.settings.proxy_thread_bytes:
-            return await asyncio.to_thread(plan, session.index, request, renderer, head, key, keep=keep)
-        return plan(session.index, request, renderer, head, key, keep=keep)
+            return await asyncio.to_thread(make)
+        return make()
 
     async def _expanded(self, session: Session, request: ChatRequest) -> ChatRequest:
         """The conversation that `previous_response_id` names, before the new input."""
@@ -253,6 +260,9 @@ class ProxyService:
         """Images that the engine can't see become a placeholder, if that's wanted; else they're refused."""
         at = [i for i, m in enumerate(request.messages) if any(isinstance(p, Image) for p in m.parts)]
         if not at:
+            return request, ()
+        found = self.pool.capabilities
+        if found is not None and found.images:
             return request, ()
         if self.settings.proxy_images == "refuse":
             raise RequestError("the model takes no images", path=f"messages[{at[0]}].content")

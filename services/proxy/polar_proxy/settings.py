@@ -17,8 +17,8 @@ class ProxySettings(HouseSettings):
 
     proxy_engines: tuple[str, ...] = ("http://127.0.0.1:8000",)
     """Base URLs of the replicas."""
-    proxy_engine_kind: Literal["vllm", "sglang"] = "vllm"
-    """`vllm` also fits the local engine."""
+    proxy_engine_kind: Literal["vllm", "sglang", "vllm_chat"] = "vllm"
+    """`vllm` also fits the local engine. `vllm_chat` has no exact contexts: the engine's template makes the ids."""
     proxy_engine_token: SecretStr = SecretStr("")
     proxy_model: str = ""
     """The name under which the engines serve the policy; empty: the first one they list."""

@@ -49,7 +49,7 @@ def judge(
         return Verdict("no_token_ids", values, exact)
     if ids and (values is None or kind == "none"):
         return Verdict("no_logprobs", None, exact)
-    if values is not None and len(values) != len(ids):
+    if values is not None and (len(values) != len(ids) or (completion_tokens or 0) > len(ids)):
         return Verdict("length_mismatch", values, exact)
     if at is not None:
         return Verdict("invalid_logprobs", values, exact, at)

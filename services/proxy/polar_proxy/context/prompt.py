@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polar_common.errors import RenderError
 from polar_common.events.completion_captured import ChainClass, ParentBy
 from polar_proxy.dialects.base import ChatRequest
+from polar_proxy.engines.base import NativePrompt
 from polar_render.base import Head, Renderer
 from polar_render.messages import Message
 from polar_render.records import Ids
@@ -21,7 +23,7 @@ __all__ = ["Plan", "head_of", "plan", "plan_native"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is decided before the engine is asked. `prompt` int32[P] (empty in native context).
+    """What is decided before the engine is asked. `prompt` int32[P]; a guess where `native` is set.
 
     `base` is what the log refers to: the continued call, or a call of the same conversation, with `shared` messages.
     """
@@ -39,6 +41,7 @@ class Plan:
     shared: int = 0
     prefill_tokens: int = 0
     dropped: tuple[str, ...] = ()
+    native: NativePrompt | None = None
 
 
 def head_of(request: ChatRequest) -> Head:
@@ -78,15 +81,28 @@ def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: He
     )  # fmt: skip
 
 
-def plan_native(index: SessionIndex, request: ChatRequest, head: Head, key: bytes) -> Plan:
-    """The engine's template makes the ids; the parent is recorded all the same."""
+def plan_native(
+    index: SessionIndex, request: ChatRequest, renderer: Renderer, head: Head, key: bytes, *, ids_in: bool
+) -> Plan:
+    """Each call as the model's own template renders it. The parent is recorded, nothing is carried over.
+
+    With `ids_in` we render; otherwise the engine does, and `prompt` is only our guess of what it will be.
+    Raises RenderError where the template can't express the messages (with `ids_in`).
+    """
     keys = keys_of(request.messages, key)
     match, _ = find(index, request, keys)
     base, shared = _relative(index, keys, match)
+    try:
+        ids = renderer.render(request.messages, head, prefill=request.prefill)
+    except RenderError:
+        if ids_in:
+            raise
+        ids = []
     return Plan(
-        request, head, keys, _ids(()), chain="native", base=base, shared=shared,
+        request, head, keys, _ids(ids), chain="native", base=base, shared=shared,
         parent=match.node if match else None, by=match.by if match else "none",
         ambiguous=match.ambiguous if match else False,
+        native=None if ids_in else NativePrompt(request.messages, head, request.prefill),
     )  # fmt: skip
 
 

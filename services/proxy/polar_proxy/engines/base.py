@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from polar_common.events import SamplingUsed, VersionSpan
 from polar_render.base import Head
-from polar_render.messages import Json, Message
+from polar_render.messages import Json, Message, Part
 from polar_render.records import Ids
 
 __all__ = ["Capabilities", "Chunk", "Engine", "EngineFinish", "GenerateRequest", "LogprobKind", "NativePrompt"]
@@ -54,7 +54,8 @@ class Chunk:
 
     `logprobs` has one entry per id; None where the engine gave none at all, entries None where it gave null.
     `finish`, `stop_reason`, `versions`, `cached_tokens`, `prompt_ids` are set once they are known. `kv_mixed`: part of
-    the attention cache was computed under other weights.
+    the attention cache was computed under other weights. `parts`: the engine's own reading of the whole answer, where
+    it gives no ids.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -65,7 +66,9 @@ class Chunk:
     cached_tokens: int = 0
     prompt_ids: list[int] | None = None
     prompt_tokens: int = 0
+    completion_tokens: int = 0
     kv_mixed: bool = False
+    parts: tuple[Part, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

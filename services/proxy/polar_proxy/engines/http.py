@@ -209,9 +209,9 @@ class Connections:
         self._free: list[Response] = []
         self._used: set[Response] = set()
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> Response:
+    async def request(self, method: str, path: str, body: bytes = b"", headers: str = "") -> Response:
         """The answer, its headers read. Give it back with `release`. Raises EngineDown."""
-        head = f"{method} {self._base}{path} HTTP/1.1\r\n{self._head}{len(body)}\r\n\r\n".encode("latin-1")
+        head = f"{method} {self._base}{path} HTTP/1.1\r\n{headers}{self._head}{len(body)}\r\n\r\n".encode("latin-1")
         while True:
             connection, fresh = await self._take()
             self._used.add(connection)

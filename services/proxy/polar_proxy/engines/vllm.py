@@ -90,6 +90,7 @@ def read_body(chunk: Chunk, body: dict[str, Any]) -> None:
             chunk.prompt_ids = prompt
         if (usage := body.get("usage")) is not None:
             chunk.prompt_tokens = usage.get("prompt_tokens") or 0
+            chunk.completion_tokens = usage.get("completion_tokens") or 0
             chunk.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineDown(f"an answer that isn't understood: {error!r}") from error
@@ -156,6 +157,9 @@ class VllmEngine:
         return chunk
 
     async def capabilities(self) -> Capabilities:
+        return await self._capabilities(ids_in=True)
+
+    async def _capabilities(self, *, ids_in: bool) -> Capabilities:
         status, listing = await self._wire.get("/v1/models")
         if status != 200 or not isinstance(listing, dict) or not listing.get("data"):
             raise EngineDown(f"the model listing answered {status}", status)
@@ -168,13 +172,15 @@ class VllmEngine:
         status, weights = await self._wire.get("/weight_info")
         weights = weights if status == 200 and isinstance(weights, dict) else {}
         status, _ = await self._wire.get("/is_paused")
-        found = await self._try(int(card.get("max_model_len") or 0))
-        problems = () if found.logprobs is not None else ("the engine gives no log-probs: nothing can be trained",)
+        found = await self._try()
+        missing = [name for name, there in (("sampled ids", found.ids), ("log-probs", found.logprobs)) if not there]
         local = isinstance(version, dict) and version.get("engine") == "polar"
         return Capabilities(
             model=self.model,
             engine="polar" if local else "vllm",
             engine_version=str((version or {}).get("version") or ""),
+            ids_in=ids_in,
+            ids_out=bool(found.ids),
             logprobs=self._kind if found.logprobs is not None else "none",
             versions=bool(found.versions),
             weight_update=status == 200,
@@ -185,10 +191,10 @@ class VllmEngine:
             weights_version=str(weights.get("weight_version") or ""),
             weights_hash=str(weights.get("weights_sha256") or ""),
             dtype=str(weights.get("dtype") or ""),
-            problems=problems,
+            problems=tuple(f"the engine gives no {name}: nothing can be trained" for name in missing),
         )
 
-    async def _try(self, window: int) -> Chunk:
+    async def _try(self) -> Chunk:
         """One token, sampled for real: the only way to know what comes back."""
         used = SamplingUsed(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=1)
         body = {

@@ -95,9 +95,9 @@ class Wire:
         """Done with a response; one that isn't read to its end is aborted, unless it is `ending` by itself."""
         self._connections.release(response, ending=ending)
 
-    async def post(self, path: str, body: bytes) -> Response:
-        """The response, its body unread. Raises EngineError unless the status is 200."""
-        response = await self._connections.request("POST", path, body)
+    async def post(self, path: str, body: bytes, headers: str = "") -> Response:
+        """The response, its body unread. `headers`: further lines. Raises EngineError unless the status is 200."""
+        response = await self._connections.request("POST", path, body, headers)
         if response.status == 200:
             return response
         try:
@@ -105,9 +105,9 @@ class Wire:
         finally:
             self.release(response)
 
-    async def ask(self, path: str, body: bytes) -> Any:
+    async def ask(self, path: str, body: bytes, headers: str = "") -> Any:
         """The JSON of an answer. Raises EngineError."""
-        response = await self.post(path, body)
+        response = await self.post(path, body, headers)
         try:
             return orjson.loads(await response.read())
         except orjson.JSONDecodeError as error:
