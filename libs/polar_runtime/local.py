@@ -1,336 +1,71 @@
 """Attempts as processes of this host: in bubblewrap where it works, else in a process group only.
 
-Nothing runs between two `exec` calls. In bubblewrap each `exec` has namespaces of its own, which end, with everything
-in them, when its command ends; the directories stay. Inside, `relay.py` starts the command, and is the only way out:
-it joins 127.0.0.1:41417 with the proxy's Unix socket. Without bubblewrap `isolation` is `none`: the command reaches
-whatever the gateway's user reaches, the relay adopts its orphans so that all of them are found and ended, and model
-calls that bypass the proxy can be noticed but not prevented.
-
-Limits: a control group where the host allows one (`cgroup.py`), else rlimits and a sampler that ends the attempt.
-Disk: no file larger than the limit, and a sampler for their sum.
+Without bubblewrap `isolation` is `none`: a command reaches whatever the gateway's user reaches, the relay adopts its
+orphans so that all of them are found and ended, and model calls that bypass the proxy can be noticed but not prevented.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
-from polar_common.tasks import cancel_and_wait, spawn
-from polar_runtime import bwrap, cgroup, ledger
-from polar_runtime.base import (
-    RELAY_PORT,
-    ExecResult,
-    Mount,
-    OnOutput,
-    Runtime,
-    RuntimeSpec,
-    RuntimeStats,
-    check_proxy_socket,
-    checked_argv,
-    checked_env,
-)
-from polar_runtime.beneath import remove_tree
-from polar_runtime.gitstore import Change, Node
-from polar_runtime.handle import ProcessHandle
-from polar_runtime.hostfiles import HostFiles
-from polar_runtime.output import Output
-from polar_runtime.process import Ended, Process
-from polar_runtime.sampler import Sampler, disk_usage
+from polar_common.errors import ConfigError, RuntimeUnavailable
+from polar_runtime import bwrap
+from polar_runtime.base import Mount, RuntimeSpec
+from polar_runtime.hostdir import HOME, RELAY, HostDirRuntime
 from polar_runtime.status import SandboxStatus
 
 __all__ = ["LocalRuntime"]
 
-_HOME = "/home/agent"
-_RELAY = Path(__file__).with_name("relay.py")
-_ENTER = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo 0 > "$1" || exit 125; shift; n=$((n-1)); done; exec "$@"'
 
+class LocalRuntime(HostDirRuntime):
+    """See the module. `spec.isolation` may demand bubblewrap or do without it."""
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Host directories of one attempt."""
-
-    base: Path
-
-    @property
-    def work(self) -> Path:
-        return self.base / "work"
-
-    @property
-    def home(self) -> Path:
-        return self.base / "home"
-
-    @property
-    def tmp(self) -> Path:
-        return self.base / "tmp"
-
-    @property
-    def git(self) -> Path:
-        return self.base / "git"
-
-    @property
-    def etc(self) -> Path:
-        return self.base / "etc"
-
-
-class LocalRuntime(Runtime):
-    """See the module. Options: `cgroup` = `off` to do without control groups."""
+    kind = "local"
 
     def __init__(self, spec: RuntimeSpec) -> None:
         super().__init__(spec)
-        self._places = _Places(spec.root.absolute() / spec.label)
-        self._ledger = ledger.Ledger(self._places.base)
-        self._isolated = False
-        self._port = 0
-        self._group: cgroup.Cgroup | None = None
         self._etc: list[Mount] = []
-        self._running: set[ProcessHandle] = set()
-        self._stats = RuntimeStats()
-        self._state = "new"
         uid, _, gid = (spec.user or "1000").partition(":")
         self._uid, self._gid = _number(uid), _number(gid or uid)
-
-    @property
-    def workdir(self) -> str:
-        return self.spec.workdir if self._isolated else str(self._places.work)
-
-    @property
-    def home(self) -> str:
-        return _HOME if self._isolated else str(self._places.home)
-
-    @property
-    def proxy_base(self) -> str:
-        if self.spec.network == "none":
-            return ""
-        return f"http://127.0.0.1:{self._port}" if self._port else self.spec.proxy_url
 
     @property
     def isolation(self) -> str:
         return "bubblewrap" if self._isolated else "none"
 
-    def inside(self, mount: Mount) -> str:
-        return mount.target if self._isolated else str(mount.source)
-
-    async def start(self) -> None:
-        if self._state != "new":
-            raise RuntimeFault(f"{self.spec.label} was already started")
-        why = await asyncio.to_thread(bwrap.missing) if self.spec.isolation != "none" else "not wanted"
+    def _can_enclose(self) -> bool:
+        if self.spec.isolation == "none":
+            return False
+        why = bwrap.missing()
         if why and self.spec.isolation == "bubblewrap":
             raise RuntimeUnavailable(f"no isolation: {why}")
-        self._isolated = not why
-        self._port = self._relay_port()
-        try:
-            await asyncio.to_thread(self._make_places)
-        except FileExistsError as error:
-            raise RuntimeFault(f"{self._places.base} exists: the attempt ran before and wasn't reaped") from error
-        except OSError as error:
-            await self.stop()
-            raise RuntimeUnavailable(f"cannot make {self._places.base}: {error.strerror}") from error
-        self._state = "started"
+        return not why
 
-    def _relay_port(self) -> int:
-        spec = self.spec
-        if spec.network != "proxy" or spec.proxy_socket is None:
-            if spec.network == "proxy" and self._isolated and spec.proxy_url:
-                raise ConfigError("a sandbox reaches the proxy by its Unix socket only", "runtime.proxy_socket")
-            return 0
-        check_proxy_socket(spec.proxy_socket)
+    def _prepare_enclosure(self) -> None:
         if self._isolated:
-            return RELAY_PORT
-        return 0 if spec.proxy_url else _free_port()
+            self._etc = bwrap.write_etc(self._places.etc, self._uid, self._gid, HOME)
 
-    def _make_places(self) -> None:
-        places = self._places
-        places.base.mkdir(parents=True, mode=0o700)
-        self._state = "started"
-        for path in (places.work, places.home, places.tmp):
-            path.mkdir()
-        if self._isolated:
-            self._etc = bwrap.write_etc(places.etc, self._uid, self._gid, _HOME)
-        found = cgroup.find() if self.spec.options.get("cgroup") != "off" else None
-        if found is not None:
-            group = cgroup.Cgroup(found, self.spec.label)
-            with contextlib.suppress(OSError):
-                group.create(self.spec.limits.memory_mb, self.spec.limits.pids, self.spec.limits.cpus)
-                self._group = group
-        groups = [] if self._group is None else list(self._group.paths.values())
-        self._ledger.write(self.spec.label, "local", groups=[str(p) for p in groups])
+    def _relay_command(self) -> list[str]:
+        return [bwrap.system_python()[0], "-I", "-S", "/polar/relay.py" if self._isolated else str(RELAY)]
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        timeout: float | None = None,
-        on_output: OnOutput | None = None,
-        stdin: bytes | None = None,
-        proxy: bool = False,
-    ) -> ExecResult:
-        if self._state != "started":
-            raise RuntimeFault(f"{self.spec.label} isn't running")
-        limits = self.spec.limits
-        output = Output(on_output, int(limits.log_mb * (1 << 20)))
-        inner = self._relay(checked_argv(argv), cwd or self.workdir, proxy)
-        before = self._group.exhausted() if self._group else (0, 0)
-        with SandboxStatus() as status:
-            line = self._sandboxed(inner, status.write_fd) if self._isolated else inner
-            started = await Process.start(
-                self._entering(line),
-                self._environment(env),
-                str(self._places.base),
-                output,
-                stdin=stdin is not None,
-                pass_fds=[status.write_fd] if self._isolated else [],
-            )
-            status.close_write()
-            handle = ProcessHandle(started.pid, skip=2 if self._isolated else 0)
-            places = [self._places.work, self._places.home, self._places.tmp]
-            sampler = Sampler(handle, limits, self._group, lambda: disk_usage(places))
-            ended = await self._attend(started, handle, sampler, stdin, timeout)
-            if self._isolated and not status.was_set_up():
-                raise RuntimeUnavailable(f"bubblewrap: {output.tail.strip()[-500:]}")
-        exhausted = sampler.exhausted or (self._group.which(before) if self._group else "")
-        return ExecResult(
-            ended.code, ended.timed_out, output.tail, output.bytes, ended.duration_s, output.stdout, exhausted
-        )
-
-    async def _attend(
-        self, started: Process, handle: ProcessHandle, sampler: Sampler, stdin: bytes | None, timeout: float | None
-    ) -> Ended:
-        limits = self.spec.limits
-        self._running.add(handle)
-        self._ledger.running(handle.id)
-        watch = spawn(sampler.run(), name="sampler")
-        try:
-            return await started.run(
-                stdin=stdin, timeout=timeout, grace=limits.grace_s, terminate=handle.terminate, kill=handle.kill
-            )
-        finally:
-            await cancel_and_wait(watch)
-            self._running.discard(handle)
-            self._ledger.ended(handle.id)
-            self._add(sampler)
-
-    def _add(self, sampler: Sampler) -> None:
-        group = self._group
-        self._stats = RuntimeStats(
-            max(self._stats.peak_rss, group.peak_memory() if group else sampler.peak_rss),
-            group.cpu_s() if group else self._stats.cpu_s + sampler.cpu_s,
-            max(self._stats.peak_procs, sampler.peak_procs, group.peak_pids() if group else 0),
-        )
-
-    def _relay(self, argv: list[str], cwd: str, proxy: bool) -> list[str]:
-        limits = self.spec.limits
-        python, _ = bwrap.system_python()
-        relay = "/polar/relay.py" if self._isolated else str(_RELAY)
-        line = [python, "-I", "-S", relay, "--grace", str(limits.grace_s), "--chdir", cwd, "--limit", "core=0"]
-        line += ["--limit", f"fsize={limits.disk_mb << 20}"]
-        if self._group is None:
-            line += ["--limit", f"data={limits.memory_mb << 21}"]
-            line += ["--limit", f"nproc={limits.pids}"] if self._isolated else []
-        if proxy and self._port and self.spec.proxy_socket is not None:
-            path = f"/polar/proxy/{self.spec.proxy_socket.name}" if self._isolated else str(self.spec.proxy_socket)
-            line += ["--listen", str(self._port), "--socket", path]
-        return [*line, *([] if self._isolated else ["--adopt"]), "--", *argv]
-
-    def _sandboxed(self, inner: list[str], status_fd: int) -> list[str]:
-        spec, places = self.spec, self._places
-        read_only = [*self._etc, Mount(_RELAY, "/polar/relay.py"), *bwrap.system_python()[1], *spec.mounts]
-        if spec.network == "proxy" and spec.proxy_socket is not None:
-            read_only.append(Mount(spec.proxy_socket.absolute().parent, "/polar/proxy"))
-        if spec.network == "host":
+    def _enclose(self, inner: list[str], status_fd: int) -> list[str]:
+        network = self.spec.network
+        read_only = [*self._etc, Mount(RELAY, "/polar/relay.py"), *bwrap.system_python()[1], *self._read_only()]
+        if network == "host":
             read_only.append(Mount(Path(os.path.realpath("/etc/resolv.conf")), "/etc/resolv.conf"))
         return bwrap.command(
-            bwrap.prefix(self._uid, self._gid, share_net=spec.network == "host"),
+            bwrap.prefix(self._uid, self._gid, share_net=network == "host"),
             read_only=read_only,
-            writable={"/tmp": places.tmp, _HOME: places.home, spec.workdir: places.work},
+            writable=self._writable(),
             status_fd=status_fd,
             argv=inner,
         )
 
-    def _entering(self, line: list[str]) -> list[str]:
-        """Enter the control group before anything else happens; arguments are never parsed by the shell."""
-        if self._group is None:
-            return line
-        files = self._group.entry_files()
-        return ["/bin/sh", "-c", _ENTER, "sh", str(len(files)), *files, *line]
-
-    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
-        tmp = "/tmp" if self._isolated else str(self._places.tmp)
-        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        base = {"HOME": self.home, "PATH": path, "TMPDIR": tmp, "LANG": "C.UTF-8", "TERM": "dumb", "SHELL": "/bin/sh"}
-        base |= {"USER": "agent", "LOGNAME": "agent", ledger.VARIABLE: self.spec.label}
-        return {**base, **self.spec.env, **checked_env(env or {}), ledger.VARIABLE: self.spec.label}
-
-    def _files(self) -> HostFiles:
-        places = self._places
-        tmp = "/tmp" if self._isolated else str(places.tmp)
-        return HostFiles(
-            {self.workdir: places.work, self.home: places.home, tmp: places.tmp}, self.spec.limits.disk_mb << 20
-        )
-
-    async def upload(self, data: bytes | Mapping[str, bytes], dest: str | None = None) -> None:
-        await asyncio.to_thread(self._files().upload, data, dest or self.workdir)
-
-    async def download(self, paths: Sequence[str], *, max_bytes: int = 64 << 20) -> dict[str, bytes]:
-        return await asyncio.to_thread(self._files().download, paths, max_bytes)
-
-    async def cancel(self) -> None:
-        for handle in list(self._running):
-            await handle.kill()
-
-    async def stop(self) -> None:
-        if self._state == "new":
-            self._state = "stopped"
-        if self._state == "stopped":
-            return
-        self._state = "stopping"
-        for handle in list(self._running):
-            await handle.end(self.spec.limits.grace_s)
-        await asyncio.to_thread(self._clear)
-        self._state = "stopped"
-
-    def _clear(self) -> None:
-        if self._group is not None:
-            self._group.kill()
-            self._stats = RuntimeStats(
-                max(self._stats.peak_rss, self._group.peak_memory()), self._group.cpu_s(), self._stats.peak_procs
-            )
-            self._group.remove()
-        elif not self._isolated:
-            ledger.kill_labelled(self.spec.label)
-        try:
-            remove_tree(self._places.base)
-        except OSError as error:
-            raise RuntimeFault(str(error)) from error
-
-    async def stats(self) -> RuntimeStats:
-        return self._stats
-
-    def _git_dir(self) -> Path:
-        return self._places.git
-
-    async def _tree(self) -> list[Node]:
-        return await asyncio.to_thread(self._files().nodes)
-
-    async def _apply(self, changes: Sequence[Change]) -> None:
-        await asyncio.to_thread(self._files().apply, changes)
+    def _was_not_set_up(self, status: SandboxStatus, code: int, tail: str) -> bool:
+        return not status.was_set_up()
 
 
 def _number(text: str) -> int:
     if not text.isdigit():
         raise ConfigError(f"must be uid or uid:gid in numbers: {text!r}", "runtime.user")
     return int(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

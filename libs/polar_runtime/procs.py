@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessId", "Usage", "boot_id", "kill_namespace", "kill_tree", "labelled", "tree", "usage"]
+__all__ = ["ProcessId", "Usage", "boot_id", "command_line", "kill_namespace", "kill_tree", "labelled", "tree", "usage"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -102,6 +102,14 @@ def labelled(variable: bytes) -> list[int]:
     return found
 
 
+def command_line(pid: int) -> bytes:
+    """Its arguments, each ended by NUL; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def send(pids: list[int], number: int) -> None:
     """Signal each of them that still is."""
     for pid in pids:
@@ -110,10 +118,9 @@ def send(pids: list[int], number: int) -> None:
 
 
 def kill_namespace(root: ProcessId) -> None:
-    """Kill bubblewrap and its child, with whose end the kernel kills all of the process namespace at once."""
+    """Kill a sandbox from its top: with the first process inside the kernel kills all of the namespace at once."""
     if root.alive():
-        send(_children(root.pid), signal.SIGKILL)
-        send([root.pid], signal.SIGKILL)
+        send(tree(root.pid, 8)[::-1], signal.SIGKILL)
 
 
 def kill_tree(root: ProcessId, *, seconds: float = 5.0) -> None:

@@ -67,6 +67,12 @@ def _root_filesystem() -> bytes:
     return out.getvalue()
 
 
+def unpack_root(directory: Path) -> None:
+    """The same root file system as a directory."""
+    with tarfile.open(fileobj=io.BytesIO(_root_filesystem())) as tar:
+        tar.extractall(directory, filter="fully_trusted")
+
+
 def containers(host: str, root: Path) -> list[str]:
     """Ids of the containers that attempts below `root` have left."""
     client = docker.DockerClient(base_url=host)

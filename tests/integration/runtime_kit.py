@@ -61,6 +61,15 @@ async def size_of(runtime: Runtime, path: str) -> int:
     return len((await runtime.download([path])).get(path, b""))
 
 
+async def begun(runtime: Runtime, path: str) -> bool:
+    """Whether a file gets a content in time."""
+
+    async def has_content() -> bool:
+        return await size_of(runtime, path) > 0
+
+    return await soon(has_content, 20)
+
+
 async def stands_still(runtime: Runtime, path: str) -> bool:
     """Whether a file that a process keeps appending to has stopped growing; it must have begun."""
     before = await size_of(runtime, path)
