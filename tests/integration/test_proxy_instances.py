@@ -17,6 +17,7 @@ from proxy_kit import Kit, kit, session_key, user
 
 from polar_common.bus import Bus
 from polar_common.nats_server import NatsServer
+from polar_proxy.app import replica_name
 
 pytestmark = pytest.mark.nats
 
@@ -143,14 +144,15 @@ async def test_questions_beside_generation(proxy: Kit, tmp_path: Path) -> None:
     assert (await proxy.client.head(f"{proxy.base()}/api/hello")).status_code == 200
     assert await proxy.events() == [] and proxy.engine.journal == []
     health = (await proxy.client.get(f"{proxy.url}/health")).json()
-    assert health["ready"] is True and health["engines"] == {"e0": True}
+    assert health["ready"] is True and health["engines"] == {replica_name(proxy.engine.url): True}
     await proxy.told([user("go")])
     metrics = (await proxy.client.get(f"{proxy.url}/metrics")).text
     assert 'polar_proxy_completions_total{chain="root",dialect="openai_chat",untrainable="no"}' in metrics
     found = (await proxy.client.get(f"{proxy.url}/internal/doctor")).json()
+    name = replica_name(proxy.engine.url)
     told = {(f["area"], f["name"]): f["status"] for f in found}
-    assert told["engine", "e0"] == "ok" and told["context", "exact"] == "ok" and told["log", "seals"] == "ok"
-    assert told["engine", "e0: log-probs"] == "ok"
+    assert told["engine", name] == "ok" and told["context", "exact"] == "ok" and told["log", "seals"] == "ok"
+    assert told["engine", f"{name}: log-probs"] == "ok"
 
 
 async def test_the_unix_socket_serves_the_same(proxy: Kit) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
 from polar_common.errors import ConfigError
+from polar_common.ids import token
 from polar_common.service import Service, serve_http
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_render import ModelProfile, load_renderer, profile_for
@@ -29,6 +33,7 @@ from .seals import Seals
 from .service import ProxyService, Renderers
 from .sessions import Sessions
 from .settings import ProxySettings
+from .weights import Weights
 
 __all__ = ["Proxy", "run"]
 
@@ -41,16 +46,22 @@ _ADAPTERS: dict[str, type[VllmEngine] | type[SglangEngine]] = {
 
 
 def engines(settings: ProxySettings) -> list[Engine]:
-    """One adapter per replica, named by its number."""
+    """One adapter per replica. Its name is made from its address, so that all instances call it the same."""
     adapter = _ADAPTERS[settings.proxy_engine_kind]
-    token = settings.proxy_engine_token.get_secret_value()
+    secret = settings.proxy_engine_token.get_secret_value()
     return [
         adapter(
-            url, settings.proxy_model, f"e{number}", logprob_kind=settings.proxy_logprob_kind,
-            idle_s=settings.proxy_engine_idle_s, token=token,
+            url, settings.proxy_model, replica_name(url), logprob_kind=settings.proxy_logprob_kind,
+            idle_s=settings.proxy_engine_idle_s, token=secret,
         )
-        for number, url in enumerate(settings.proxy_engines)
+        for url in settings.proxy_engines
     ]  # fmt: skip
+
+
+def replica_name(url: str) -> str:
+    """A subject token for an engine's address."""
+    parts = urlsplit(url)
+    return token(re.sub(r"[^A-Za-z0-9]+", "-", f"{parts.netloc}{parts.path}").strip("-"))
 
 
 def profile(settings: ProxySettings) -> ModelProfile:
@@ -103,7 +114,12 @@ class Proxy:
         following = spawn(seals.run(), name="seals")
         sweeping = spawn(sweeper.run(), name="sweeper")
         watching = spawn(pool.watch(settings.proxy_health_s), name="engines")
-        self.house.background("followers", lambda: self._while(following, sweeping, watching))
+        weights = Weights(bus, pool, settings.segment, drain=settings.proxy_drain)
+        await weights.prepare()
+        knowing = spawn(weights.follow(), name="policies")
+        for replica in pool.replicas:
+            self.house.background(f"weights-{replica.engine.replica}", partial(weights.work, replica, self.house.stop))
+        self.house.background("followers", lambda: self._while(following, sweeping, watching, knowing))
         while not seals.caught_up and not following.done():
             await asyncio.sleep(0.01)
         _settle_memory()

@@ -66,6 +66,7 @@ class Call:
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.monotonic)
     interrupted: Reason | None = None
+    policy_seq: int = 0
     committing: bool = False
 
     # -- from outside
@@ -223,7 +224,7 @@ class Call:
             facts = CallFacts(
                 completion=choice.live.completion, key=self.session.key, producer=self.publisher.producer,
                 used=choice.used, engine=self.engine,
-                capabilities=self.replica.capabilities, policy_seq=self.replica.policy_seq,
+                capabilities=self.replica.capabilities, policy_seq=self._policy(choice.sample),
                 salt=choice.request.cache_salt, started=self.started, ttft=choice.ttft, duration=now, choice=number,
                 parallel_of=first if number else "", constrained=choice.request.guide is not None,
                 delivered=delivered if not number else (),
@@ -233,6 +234,12 @@ class Call:
             await self._put(self.choices[0])
         else:
             await asyncio.gather(*(self._put(c) for c in self.choices))
+
+    def _policy(self, sample: Sample) -> int:
+        """Of the oldest weights that sampled: the engine's own word where its version is known here."""
+        if sample.versions:
+            return self.replica.seq_of.get(sample.versions[0].version, self.policy_seq)
+        return self.policy_seq
 
     async def _put(self, choice: Choice) -> None:
         assert choice.captured is not None

@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from polar_common.errors import EngineBusy, PolarError, RenderError, RequestError
 from polar_common.events import EngineFacts
 from polar_common.keys import SessionKey
-from polar_proxy.dialects.base import ChatRequest, Dialect, Frame, Minted, Reply, Route, Usage, completion_of, events_of
+from polar_proxy.dialects.base import ChatRequest, Dialect, Route, completion_of
 from polar_render.base import Head, Renderer
 from polar_render.canonical import head_key
 from polar_render.messages import Image, Message, Text
 
 from .admission import Refused, admit
-from .call import SSE, Call, new_choice
-from .capture import engine_json, reply_of
-from .context.nodes import Node, SessionIndex
+from .call import Call, new_choice
+from .capture import engine_json
 from .context.prompt import Plan, head_of, plan, plan_native
-from .context.retry import Decision, Earlier, decide
+from .context.retry import Decision, decide
 from .engines.pool import Pool, Replica
 from .exchange import Exchange, Sweeper
 from .metrics import METRICS
 from .publish import Publisher
+from .replay import earlier, replay
 from .sampling import max_tokens, sampling_used
 from .seals import Seals
 from .sessions import Session, Sessions
@@ -135,11 +135,12 @@ class ProxyService:
 
     async def _admitted(self, exchange: Exchange, dialect: Dialect, session: Session, request: ChatRequest) -> None:
         request = await self._expanded(session, request)
+        renderer = self.renderers.by(session.key.sampling.thinking)
         decision = await self._decide(session, request)
         if decision.action == "replay":
-            await self._replay(exchange, dialect, session, request, session.index.nodes[decision.completion])
+            node = session.index.nodes[decision.completion]
+            await replay(exchange, dialect, session, request, node, renderer)
             return
-        renderer = self.renderers.by(session.key.sampling.thinking)
         request, noted = self._images(request)
         made = await self._plan(session, request, renderer)
         made = replace(made, dropped=noted, additions=made.additions + (("image_placeholder",) if noted else ()))
@@ -182,7 +183,7 @@ class ProxyService:
             made = replace(made, dropped=(*made.dropped, "tool_choice"))
         call = Call(
             session, dialect, made, renderer, replica, exchange, self.publisher, self._engine(replica, renderer),
-            self.settings.proxy_keepalive_s,
+            self.settings.proxy_keepalive_s, policy_seq=replica.policy_seq,
         )  # fmt: skip
         repeat = len(session.index.by_hash.get(request.raw_hash, ())) + session.index.aborted[request.raw_hash]
         for number in range(request.sampling.n):
@@ -269,15 +270,14 @@ class ProxyService:
         messages = tuple(_placeholders(m) for m in request.messages)
         return replace(request, messages=messages), tuple(f"messages[{i}].image" for i in at)
 
-    # -- retries
-
     async def _decide(self, session: Session, request: ChatRequest) -> Decision:
+        """Whether the request is a retry. A marked one may be of a call that another instance captured."""
         marked = request.hints.retry > 0
         if marked:
             await self.sessions.refresh(session)
         while True:
-            earlier = _earlier(session.index, request.raw_hash)
-            decision = decide(earlier, marked=marked, rejected=session.index.rejected[request.raw_hash])
+            known = earlier(session.index, request.raw_hash)
+            decision = decide(known, marked=marked, rejected=session.index.rejected[request.raw_hash])
             if decision.action != "wait":
                 break
             settled = session.settled
@@ -285,26 +285,6 @@ class ProxyService:
         if decision.consumed:
             session.index.rejected[request.raw_hash] -= 1
         return decision
-
-    async def _replay(
-        self, exchange: Exchange, dialect: Dialect, session: Session, request: ChatRequest, node: Node
-    ) -> None:
-        """The recorded answer in the form now asked for."""
-        nodes = session.index.choices(node)
-        for one in nodes:
-            one.replays += 1
-        METRICS.replayed.inc()
-        renderer = self.renderers.by(session.key.sampling.thinking)
-        replies = [reply_of(n, None, renderer, tokens=request.sampling.logprobs) for n in nodes]
-        if request.stream:
-            await exchange.start(200, SSE)
-            await exchange.send(_restreamed(dialect, request, nodes, replies), more=False)
-        else:
-            await exchange.answer(200, {"content-type": "application/json"}, dialect.encode(replies, request))
-        if not exchange.gone:
-            for one in nodes:
-                one.delivery = "delivered"
-                session.delivered.append(one.completion)
 
     # -- refusals
 
@@ -368,36 +348,6 @@ def _doubtful(made: Plan) -> bool:
         return True
     new = made.request.messages[made.parent.position + 1 :]
     return any(m.role == "assistant" for m in (new[:-1] if made.request.prefill else new))
-
-
-def _earlier(index: SessionIndex, request_hash: str) -> list[Earlier]:
-    found = [
-        Earlier(n.completion, "captured", gone=n.delivery == "undelivered", delivery=n.delivery,
-                extended=n.extended, replays=n.replays)
-        for n in index.by_hash.get(request_hash, ()) if not n.choice
-    ]  # fmt: skip
-    found += [Earlier("", "aborted", gone=True)] * index.aborted[request_hash]
-    for live in index.live.values():
-        if live.request_hash == request_hash:
-            found.append(Earlier(live.completion, "committing" if live.committing else "running", gone=live.gone))
-    return found
-
-
-def _restreamed(dialect: Dialect, request: ChatRequest, nodes: Sequence[Node], replies: Sequence[Reply]) -> bytes:
-    minted = [Minted(n.completion, n.created) for n in nodes]
-    encoder = dialect.encoder(request, minted)
-    frames: list[Frame] = encoder.start(Usage(nodes[0].usage.prompt_tokens))
-    for number, reply in enumerate(replies):
-        for event in events_of(reply.parts):
-            frames += encoder.feed(event, number)
-        frames += encoder.finish(reply, number)
-    total = replace(
-        nodes[0].usage,
-        completion_tokens=sum(n.usage.completion_tokens for n in nodes),
-        reasoning_tokens=sum(n.usage.reasoning_tokens for n in nodes),
-    )
-    frames += encoder.end(total)
-    return b"".join(f.data for f in frames)
 
 
 def _placeholders(message: Message) -> Message:

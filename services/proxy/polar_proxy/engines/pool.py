@@ -35,6 +35,8 @@ class Replica:
     version: str = ""
     policy_seq: int = 0
     weights_hash: str = ""
+    seq_of: dict[str, int] = field(default_factory=dict)
+    """Policy sequence by version, of all versions this replica has had."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

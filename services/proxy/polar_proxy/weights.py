@@ -1,0 +1,116 @@
+"""New weights for the engines: who updates which replica, and which version each samples with.
+
+`policy.published` is work: one durable consumer per replica, whose lease decides which instance does the update.
+`policy.activated` is what all instances follow to know what each replica samples with. Versions that a newer one has
+overtaken are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from polar_common import subjects
+from polar_common.bus import Bus, Lease, Worker, follow
+from polar_common.errors import EngineDown
+from polar_common.events import PolicyActivated, PolicyPublished
+from polar_common.topology import ConsumerSpec, events_stream
+
+from .engines.pool import Pool, Replica
+
+__all__ = ["Weights", "weights_consumer"]
+
+_DRAIN_S = 600.0
+_log = structlog.get_logger(__name__)
+
+
+def weights_consumer(replica: str, segment: str) -> ConsumerSpec:
+    """The updates of one engine replica."""
+    pattern = subjects.ANY_POLICY_PUBLISHED.replace("*", segment, 1)
+    return ConsumerSpec(f"proxy-weights-{replica}", events_stream(segment), (pattern,), "proxy")
+
+
+class Weights:
+    """Updates the pool's replicas and keeps `version` and `policy_seq` of each."""
+
+    def __init__(self, bus: Bus, pool: Pool, segment: str, *, drain: bool) -> None:
+        self._bus = bus
+        self._pool = pool
+        self._segment = segment
+        self._drain = drain
+        self._published: dict[str, PolicyPublished] = {}
+        self._newest = -1
+
+    async def prepare(self) -> None:
+        """Make sure that each replica's consumer is there. They're as many as there are engines, so not in topology."""
+        for replica in self._pool.replicas:
+            spec = weights_consumer(replica.engine.replica, self._segment)
+            config = spec.config()
+            config.max_ack_pending = 1
+            await self._bus.js.add_consumer(spec.stream, config)
+
+    async def follow(self) -> None:
+        """Learn of published and activated versions, for ever."""
+        patterns = [
+            p.replace("*", self._segment, 1) for p in (subjects.ANY_POLICY_PUBLISHED, subjects.ANY_POLICY_ACTIVATED)
+        ]
+        async for stored in follow(self._bus, events_stream(self._segment), patterns):
+            event = stored.event
+            if isinstance(event, PolicyPublished):
+                self._published[event.version] = event
+                self._newest = max(self._newest, event.policy_seq)
+            elif isinstance(event, PolicyActivated):
+                self._activated(event)
+
+    def _activated(self, event: PolicyActivated) -> None:
+        for replica in self._pool.replicas:
+            if replica.engine.replica != event.replica or event.policy_seq < replica.policy_seq:
+                continue
+            replica.version, replica.policy_seq = event.version, event.policy_seq
+            replica.seq_of[event.version] = event.policy_seq
+            published = self._published.get(event.version)
+            if published is not None and published.weights_hash:
+                replica.weights_hash = published.weights_hash
+
+    async def work(self, replica: Replica, stop: asyncio.Event) -> None:
+        """Update one replica whenever its lease is ours."""
+
+        async def handle(lease: Lease) -> None:
+            event = lease.stored.event
+            if isinstance(event, PolicyPublished):
+                await self._update(replica, event)
+
+        spec = weights_consumer(replica.engine.replica, self._segment)
+        await Worker(self._bus, spec, handle).run(stop)
+
+    async def _update(self, replica: Replica, event: PolicyPublished) -> None:
+        """Raises EngineError; the lease is then given back and tried again."""
+        if event.policy_seq < max(self._newest, replica.policy_seq) or self._foreign(replica, event):
+            return
+        if replica.capabilities is None:
+            raise EngineDown(f"{replica.engine.replica} isn't there to be updated", 503)
+        start = time.monotonic()
+        replica.draining = self._drain
+        try:
+            if self._drain:
+                async with asyncio.timeout(_DRAIN_S):
+                    while replica.running:
+                        await replica.idle.wait()
+            await replica.engine.update_weights(event.weights, event.version, drain=self._drain)
+        finally:
+            replica.draining = False
+        told = PolicyActivated(
+            segment=self._segment, version=event.version, policy_seq=event.policy_seq,
+            replica=replica.engine.replica, update_s=round(time.monotonic() - start, 3),
+            mode="drain" if self._drain else "in_flight", causation=event.event_id, run=event.run,
+        )  # fmt: skip
+        await self._bus.once(told)
+        self._activated(told)
+        _log.info("weights activated", replica=told.replica, version=told.version, seconds=told.update_s)
+
+    def _foreign(self, replica: Replica, event: PolicyPublished) -> bool:
+        """Weights of another model than the one this engine serves."""
+        served = replica.capabilities.model if replica.capabilities is not None else ""
+        return event.model not in ("", "policy", served)
