@@ -29,6 +29,8 @@ _BACKOFFS_S = (0.2, 1.0, 3.0, 10.0)
 _STABLE_S = 10.0
 """Seconds after which a child that had become ready counts as running: its end is news, not a crash loop."""
 STOP_S = 20.0
+_TOO_SOON_S = 5.0
+_START_TRIES = 2
 
 
 @dataclass
@@ -99,7 +101,11 @@ class Supervisor:
             if self.stopping:
                 raise ConfigError("interrupted", child.name)
             if not child.alive:
-                raise ConfigError(f"ended at once; see {child.log}\n{child.tail()}", child.name)
+                # What is wrong in the settings ends at once and would again; later it was the machine, too busy.
+                if time.monotonic() - child.started_at < _TOO_SOON_S or child.failures >= _START_TRIES:
+                    raise ConfigError(f"ended; see {child.log}\n{child.tail()}", child.name)
+                child.failures += 1
+                self._spawn(child)
             if time.monotonic() > deadline:
                 late = f"not ready after {child.start_timeout_s:.0f} s; see {child.log}\n{child.tail()}"
                 raise ConfigError(late, child.name)
