@@ -41,7 +41,6 @@ class Weights:
         self._segment = segment
         self._drain = drain
         self._published: dict[str, PolicyPublished] = {}
-        self._newest = -1
 
     async def prepare(self) -> None:
         """Make sure that each replica's consumer is there. They're as many as there are engines, so not in topology."""
@@ -60,7 +59,6 @@ class Weights:
             event = stored.event
             if isinstance(event, PolicyPublished):
                 self._published[event.version] = event
-                self._newest = max(self._newest, event.policy_seq)
             elif isinstance(event, PolicyActivated):
                 self._activated(event)
 
@@ -87,7 +85,8 @@ class Weights:
 
     async def _update(self, replica: Replica, event: PolicyPublished) -> None:
         """Raises EngineError; the lease is then given back and tried again."""
-        if event.policy_seq < max(self._newest, replica.policy_seq) or self._foreign(replica, event):
+        ours = [e.policy_seq for e in self._published.values() if not self._foreign(replica, e)]
+        if self._foreign(replica, event) or event.policy_seq < max([replica.policy_seq, *ours]):
             return
         if replica.capabilities is None:
             raise EngineDown(f"{replica.engine.replica} isn't there to be updated", 503)

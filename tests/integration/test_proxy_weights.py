@@ -1,0 +1,120 @@
+"""New weights reach every replica once, completions say which version sampled, and draining never deadlocks."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from proxy_engine import Say, ScriptedEngine
+from proxy_kit import Kit, kit, user
+
+from polar_common import subjects
+from polar_common.bus import Bus
+from polar_common.events import PolicyActivated, PolicyPublished
+from polar_common.nats_server import NatsServer
+
+pytestmark = pytest.mark.nats
+
+
+def published(seq: int, model: str = "policy") -> PolicyPublished:
+    return PolicyPublished(
+        segment="s1",
+        version=f"step-{seq}",
+        policy_seq=seq,
+        model=model,
+        weights=f"/weights/{seq}",
+        weights_hash="ab" * 32,
+    )
+
+
+async def activated(bus: Bus, count: int = 1) -> list[PolicyActivated]:
+    for _ in range(500):
+        stored = await bus.read("POLAR_EVENTS_s1", [subjects.ANY_POLICY_ACTIVATED.replace("*", "s1", 1)])
+        if len(stored) >= count:
+            return [e for s in stored if isinstance(e := s.event, PolicyActivated)]
+        await asyncio.sleep(0.02)
+    raise AssertionError("nothing was activated")
+
+
+async def test_published_weights_are_loaded_and_stamped(proxy: Kit) -> None:
+    await proxy.told([user("before")])
+    await proxy.bus.once(published(1))
+    event = (await activated(proxy.bus))[0]
+    assert event.version == "step-1" and event.policy_seq == 1 and event.mode == "in_flight"
+    assert proxy.engine.calls == ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume"]
+    await proxy.told([user("after")])
+    before, after = (r.event for r in await proxy.captured())
+    assert before.policy_seq == 0 and before.kv_salt == "v0" and before.versions[0].version == "v0"
+    assert after.policy_seq == 1 and after.kv_salt == "step-1" and after.versions[0].version == "step-1"
+    assert after.engine.weights_hash == "ab" * 32
+
+
+async def test_a_call_that_spans_a_swap_has_two_versions_and_the_older_number(proxy: Kit) -> None:
+    await proxy.bus.once(published(1))
+    await activated(proxy.bus)
+    spans = [{"version": "step-1", "start": 0, "end": 2}, {"version": "step-2", "start": 2, "end": 9}]
+    proxy.engine.say(Say("one two three four", delay_s=0.2, chunk=2, versions=spans))
+    running = asyncio.ensure_future(proxy.told([user("go")], stream=True))
+    await asyncio.sleep(0.1)
+    await proxy.bus.once(published(2))
+    await activated(proxy.bus, 2)
+    await running
+    event = (await proxy.captured())[-1].event
+    assert [(v.version, v.start) for v in event.versions] == [("step-1", 0), ("step-2", 2)]
+    assert event.policy_seq == 1
+
+
+async def test_overtaken_and_foreign_weights_are_skipped(proxy: Kit) -> None:
+    for event in (published(1), published(2), published(3), published(9, model="another")):
+        await proxy.bus.once(event)
+    assert (await activated(proxy.bus))[-1].policy_seq in (1, 3)
+    for _ in range(200):
+        found = await activated(proxy.bus)
+        if found[-1].policy_seq == 3:
+            break
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    assert [e.policy_seq for e in await activated(proxy.bus)][-1] == 3
+
+
+async def test_two_instances_update_one_engine_once(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine(model_dir)
+    await engine.start()
+    try:
+        async with AsyncExitStack() as stack:
+            kits = [
+                await stack.enter_async_context(kit(model_dir, nats_server.url, bus, tmp_path / str(n), engine))
+                for n in range(2)
+            ]
+            await bus.once(published(1))
+            await activated(bus)
+            await asyncio.sleep(0.3)
+            assert engine.calls.count("/collective_rpc") == 1
+            for one in kits:
+                await one.told([user("go")])
+            assert {r.event.policy_seq for r in await kits[0].captured()} == {1}
+    finally:
+        await engine.stop()
+
+
+async def test_draining_refuses_new_calls_and_finishes_running_ones(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    async with kit(model_dir, nats_server.url, bus, tmp_path, proxy_drain=True) as proxy:
+        proxy.engine.say(Say("one two three four five", delay_s=0.2, chunk=1))
+        running = asyncio.ensure_future(proxy.told([user("go")], stream=True))
+        await asyncio.sleep(0.3)
+        await proxy.bus.once(published(1))
+        await asyncio.sleep(0.3)
+        refused = await proxy.chat([user("meanwhile")])
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert (await running)["content"].startswith("one two")
+        assert (await activated(bus))[0].mode == "drain"
+        # The refusal's retry is a call like any other, though it carries a mark.
+        again = await proxy.chat([user("meanwhile")], headers={"x-stainless-retry-count": "1"})
+        assert again.status_code == 200
+        assert proxy.engine.calls[0] == "/pause?mode=wait"
