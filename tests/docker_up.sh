@@ -16,10 +16,17 @@ start)
         rm -f "$dir/docker.sock" "$dir/pid"
         setsid dockerd --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/pid" --host "$host" \
             --bridge=none --iptables=false --ip6tables=false >"$dir/log" 2>&1 </dev/null &
+        started=$!
         tries=0
         until running && curl -sf --unix-socket "$dir/docker.sock" http://docker/_ping >/dev/null 2>&1; do
             tries=$((tries + 1))
-            [ "$tries" -lt 300 ] || { echo "dockerd didn't start:" >&2; tail -5 "$dir/log" >&2; exit 1; }
+            if [ "$tries" -ge 600 ] || ! kill -0 "$started" 2>/dev/null; then
+                echo "dockerd didn't start:" >&2
+                tail -5 "$dir/log" >&2
+                kill "$started" 2>/dev/null || true
+                umount "$dir/data" 2>/dev/null || true
+                exit 1
+            fi
             sleep 0.1
         done
     fi
@@ -33,6 +40,7 @@ stop)
         pid=$(cat "$dir/pid")
         kill "$pid"
         while kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+        umount "$dir/data" 2>/dev/null || true
     fi
     ;;
 *)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
+import os
 import shutil
 import subprocess
 import tarfile
@@ -16,18 +19,31 @@ IMAGE = "polar-test/busybox:1"
 _SCRIPT = Path(__file__).parents[1] / "docker_up.sh"
 
 
-@contextmanager
-def own_daemon() -> Iterator[str]:
-    """The daemon's address; one that wasn't running before is stopped afterwards."""
-    was_running = subprocess.run([_SCRIPT, "status"], check=False).returncode == 0
-    done = subprocess.run([_SCRIPT, "start"], capture_output=True, text=True, timeout=60, check=False)
+def _script(action: str, directory: Path | None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **({"POLAR_TEST_DOCKER": str(directory)} if directory else {})}
+    return subprocess.run([_SCRIPT, action], env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def start_daemon(directory: Path | None = None) -> str:
+    """The address of a daemon that is running now."""
+    done = _script("start", directory)
     assert done.returncode == 0, done.stderr
-    host = done.stdout.strip()
+    return done.stdout.strip()
+
+
+def stop_daemon(directory: Path | None = None) -> None:
+    assert _script("stop", directory).returncode == 0
+
+
+@contextmanager
+def own_daemon(directory: Path | None = None) -> Iterator[str]:
+    """The daemon's address; one that wasn't running before is stopped afterwards."""
+    was_running = _script("status", directory).returncode == 0
     try:
-        yield host
+        yield start_daemon(directory)
     finally:
         if not was_running:
-            subprocess.run([_SCRIPT, "stop"], check=True, timeout=60)
+            stop_daemon(directory)
 
 
 def busybox_image(host: str) -> str:
@@ -40,6 +56,37 @@ def busybox_image(host: str) -> str:
     finally:
         client.close()
     return IMAGE
+
+
+def foreign_image(host: str) -> str:
+    """An image for a machine that this one is not."""
+    name = "polar-test/foreign:1"
+    client = docker.DockerClient(base_url=host)
+    try:
+        if not client.images.list(name):
+            client.images.load(_saved_image(name, "s390x"))
+    finally:
+        client.close()
+    return name
+
+
+def _saved_image(name: str, architecture: str) -> bytes:
+    layer = _tar({"file": b"x"})
+    digest = hashlib.sha256(layer).hexdigest()
+    root = {"type": "layers", "diff_ids": [f"sha256:{digest}"]}
+    config = json.dumps({"architecture": architecture, "os": "linux", "config": {}, "rootfs": root}).encode()
+    manifest = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    return _tar({"config.json": config, "layer.tar": layer, "manifest.json": json.dumps(manifest).encode()})
+
+
+def _tar(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for path, data in files.items():
+            info = tarfile.TarInfo(path)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
 
 
 def _root_filesystem() -> bytes:
@@ -78,5 +125,14 @@ def containers(host: str, root: Path) -> list[str]:
     client = docker.DockerClient(base_url=host)
     try:
         return [c.id for c in client.containers.list(all=True, filters={"label": f"polar.root={root.absolute()}"})]
+    finally:
+        client.close()
+
+
+def kill_container(host: str, container: str) -> None:
+    """As the kernel or an administrator might."""
+    client = docker.DockerClient(base_url=host)
+    try:
+        client.api.kill(container)
     finally:
         client.close()
