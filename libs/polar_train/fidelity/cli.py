@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -20,10 +21,10 @@ from polar_common.verify import LiveSource
 
 from .check import Options, check
 from .models import Models, find_models, served_root
-from .native import GapReport, deployment_gap
+from .native import Gap, GapReport, deployment_gap
 from .policies import Policies, published
 from .scope import OUTSIDE, TOLERANCE
-from .tally import Report, Stats, Worst
+from .tally import Report, Worst
 
 __all__ = ["fidelity"]
 
@@ -116,24 +117,22 @@ def _tell(report: Report | None, gaps: GapReport | None, models: Models, json: b
         _tell_gaps(gaps)
 
 
-def _share(stats: Stats) -> str:
-    return "nothing" if stats.share is None else f"{stats.within:,} of {stats.spans:,} spans ({stats.share:.2%})"
-
-
 def _tell_report(report: Report, models: Models) -> None:
     sums = report.in_scope
     drawn = f"{report.checked:,} of {report.traces:,} traces, {report.spans:,} trained spans, {report.tokens:,} tokens"
     console.print(f"build {report.build}: {drawn}", markup=False)
-    console.print(
-        f"in scope: {_share(sums)} within {TOLERANCE:g}; largest {sums.max_abs:.2e}", style="bold", markup=False
-    )
+    if sums.spans:
+        share = f"{sums.within:,} of {sums.spans:,} spans ({sums.within / sums.spans:.2%}) within {TOLERANCE:g}"
+        console.print(f"in scope: {share}, the largest difference is {sums.max_abs:.2e}", style="bold", markup=False)
+    else:
+        console.print("nothing is in scope", style="bold")
     rows: list[Sequence[Any]] = [
-        [scope or "in scope", context, s.spans, s.tokens, s.share, s.max_abs, s.mean_abs, s.ratio_mean, s.ratio_min,
-         s.ratio_max, s.outside_kept]
+        [scope or "in scope", context, s.spans, s.tokens, _percent(s.share), s.max_abs, s.mean_abs,
+         f"{s.ratio_mean:.4f}", f"{s.ratio_min:.4f}", f"{s.ratio_max:.4f}", s.outside_kept]
         for (scope, context), s in sorted(report.rows.items())
     ]  # fmt: skip
     if rows:
-        heads = ["scope", "context", "spans", "tokens", "within", "max", "mean", "ratio", "min", "max ", "outside kept"]
+        heads = ["scope", "context", "spans", "tokens", "within", "max", "mean", "ratio", "min", "max", "outside kept"]
         table("recomputed − recorded; ratio: exp of a span's sum", heads, rows)
     reasons = [(reason, report.scope(reason).spans, OUTSIDE[reason]) for reason in report.reasons]
     if reasons:
@@ -142,17 +141,24 @@ def _tell_report(report: Report, models: Models) -> None:
         table("not recomputed", ["reason", "spans"], report.unmeasured.most_common())
     if report.unreadable:
         table("traces that can't be read", ["reason", "traces"], report.unreadable.most_common())
-    table("weights", ["version", "from"], sorted(report.versions.items()))
-    shown = [_worst_json(w, models) for w in report.worst]
-    if shown:
+    if report.versions:
+        table("weights", ["version", "from"], sorted(report.versions.items()))
+    worst = [_worst_json(w, models) for w in report.worst]
+    if worst:
         names = ["context", "difference", "recorded", "recomputed", "session", "place", "before", "token", "after"]
-        table("worst places", names, [[_cell(w[n]) for n in names] for w in shown])
+        table("worst places", names, [[_cell(w[n]) for n in names] for w in worst])
     for line in report.details:
         warn(line)
 
 
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
+
+
 def _cell(value: Any) -> Any:
-    return value if not isinstance(value, str) else value.replace("\n", "⏎")
+    if isinstance(value, float):
+        return f"{value:.6f}"
+    return value.replace("\n", "⏎") if isinstance(value, str) else value
 
 
 def _worst_json(worst: Worst, models: Models) -> dict[str, Any]:
@@ -180,7 +186,7 @@ def _worst_json(worst: Worst, models: Models) -> dict[str, Any]:
 
 def _tell_gaps(gaps: GapReport) -> None:
     rows = [
-        [g.harness or "-", g.model, g.calls, g.later, g.different, g.share, _kinds(g.kinds), g.json()["first_at"]]
+        [g.harness or "-", g.model, g.calls, g.later, g.different, _percent(g.share), _kinds(g.kinds), _first(g)]
         for _, g in sorted(gaps.gaps.items())
     ]
     heads = ["harness", "model", "calls", "later", "different", "share", "kinds", "first at (min, median, max)"]
@@ -193,6 +199,10 @@ def _tell_gaps(gaps: GapReport) -> None:
         table("not compared", ["reason", "calls"], gaps.unreadable.most_common())
     for line in gaps.details:
         warn(line)
+
+
+def _first(gap: Gap) -> str:
+    return f"{min(gap.first):,}, {median(gap.first):,.0f}, {max(gap.first):,}" if gap.first else "-"
 
 
 def _kinds(kinds: dict[str, int]) -> str:

@@ -6,6 +6,7 @@ a key-value cache; logits are made for wanted places alone, so that memory stays
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from polar_common.errors import ConfigError
@@ -63,6 +64,9 @@ class Recomputer:
         self._network: Any = network.eval().requires_grad_(False)
         self.vocab = int(network.config.vocab_size)
         self._positions = int(getattr(network.config, "max_position_embeddings", 0) or 0)
+        # Releases of transformers 5 differ in what they call it; it is filled in place.
+        known = inspect.signature(self._network.forward).parameters
+        self._cache = "cache" if "cache" in known else "past_key_values"
         self._rows = min(chunk, max(16, _LOGITS // self.vocab))
 
     def refuses(self, ids: Ids) -> str:
@@ -99,16 +103,15 @@ class Recomputer:
         for row, item in enumerate(items):
             tokens[row, : item.length] = torch.from_numpy(item.ids[: item.length].astype(np.int64))
         step = max(1, self._rows // len(items))
-        cache: Any = None
+        cache = DynamicCache(config=self._network.config)
         for begin in range(0, width, step):
             end = min(begin + step, width)
             needed = _needed(items, begin, end)
             # A model has to be asked for one row at least.
             keep = torch.tensor(needed or [0], dtype=torch.long)
             answer = self._network(
-                input_ids=tokens[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=keep
+                input_ids=tokens[:, begin:end], use_cache=True, logits_to_keep=keep, **{self._cache: cache}
             )
-            cache = answer.past_key_values
             places = {at: n for n, at in enumerate(needed)}
             for row, item in enumerate(items):
                 for want, into in zip(item.wants, out[row], strict=True):
