@@ -20,7 +20,7 @@ from polar_common.events import (
 )
 
 from .domain import Cancel, CloseGroup, Complete, Decision, Fail, Queue, member
-from .state import Session, Task
+from .entries import Session, Task
 
 __all__ = ["Applied", "applied", "group_event", "session_event"]
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 from polar_common.events import BuildFailed, GroupMember, Outcome, SessionCancelled, SessionCompleted, SessionFailed
 
-from .state import Session, Task, World
+from .entries import Session, Task
+from .state import World
 
 __all__ = [
     "Cancel", "CloseGroup", "Complete", "Decision", "Fail", "Queue", "Rules", "decide", "decide_group", "member",

@@ -65,13 +65,14 @@ class Scheduler:
     """One process manager. `world` is its fold; `run` works until stopped."""
 
     def __init__(self, bus: Bus, settings: IngestSettings) -> None:
-        self.world = World(settings.build)
+        self.world = World(settings.build, demand=settings.ingest_obey_demand)
         self.specs = Specs(bus)
         self._rules = rules_of(settings)
         self._clock = LogClock()
         self._bus = bus
         self._stream = events_stream(settings.segment)
-        self._filters = (*LIFECYCLE, f"polar.events.{settings.segment}.trainer.>")
+        demand = (f"polar.events.{settings.segment}.trainer.>",) if settings.ingest_obey_demand else ()
+        self._filters = (*LIFECYCLE, *demand)
         self._build = settings.build
         self._caught_up = asyncio.Event()
         self._heard = 0.0

@@ -8,7 +8,6 @@ into events is log time. A task is forgotten when its group is closed and all it
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
 
@@ -30,11 +29,11 @@ from polar_common.events import (
     TrainerConsumed,
     TrainerDemanded,
 )
-from polar_common.task_spec import Limits
 
+from .entries import RunCounts, Session, Task, outcome_of
 from .fairness import FairQueue
 
-__all__ = ["LIVE_EVALUATION", "PHASES", "Message", "RunCounts", "Session", "Task", "World", "outcome_of"]
+__all__ = ["LIVE_EVALUATION", "PHASES", "Message", "World"]
 
 LIVE_EVALUATION = "live"
 _ENDS = ("completed", "failed", "cancelled")
@@ -56,97 +55,13 @@ class Message(Protocol):
         """Decoded when asked. Raises Poison or FromTheFuture."""
 
 
-@dataclass(slots=True)
-class Task:
-    """One group."""
-
-    id: str
-    user_id: str
-    run: str
-    order: int
-    """Sequence of its `accepted`."""
-    accepted_at: float
-    limits: Limits
-    work_class: str
-    priority: int
-    evaluator_timeout_s: float
-    sessions: tuple[str, ...]
-    opened: bool = False
-    """A session of it has been released."""
-    closed: bool = False
-    live: int = 0
-    """Sessions not terminal."""
-    unbuilt: int = 0
-    """Sessions not reconstructed, nor known to be impossible to reconstruct."""
-
-
-@dataclass(slots=True)
-class Session:
-    """One session. `seq` is its fence."""
-
-    id: str
-    task: str
-    work_class: str
-    index: int
-    seq: int
-    accepted_at: float
-    phase: str = "accepted"
-    phase_at: float = 0.0
-    attempt: int = 0
-    first_claim_at: float | None = None
-    first_claim_time: datetime | None = None
-    exited: SessionExited | None = None
-    lost: SessionLost | None = None
-    evaluation: EvaluationEvaluated | None = None
-    build: BuildReconstructed | BuildFailed | None = None
-    end: SessionCompleted | SessionFailed | SessionCancelled | None = None
-    cancel: SessionCancelRequested | None = None
-    poison: str = ""
-    build_poison: str = ""
-    frozen: bool = False
-    """A newer version wrote one of its facts: nothing is decided until this service is upgraded."""
-
-    @property
-    def built(self) -> bool:
-        return self.build is not None or bool(self.build_poison)
-
-    @property
-    def bucket(self) -> str:
-        """Where it counts for admission: waiting, queued, active, postrun, retry or ended."""
-        if self.end is not None:
-            return "ended"
-        if self.attempt == 0:
-            return "waiting"
-        if self.phase == "queued":
-            return "queued"
-        if self.phase == "lost" or (self.exited is not None and self.exited.fault == "infra"):
-            return "retry"
-        return "postrun" if self.exited is not None else "active"
-
-
-@dataclass(slots=True)
-class RunCounts:
-    """What stays of a run when its sessions are forgotten."""
-
-    name: str
-    tasks: int = 0
-    sessions: int = 0
-    attempts: int = 0
-    lost: int = 0
-    groups_closed: int = 0
-    trainable: int = 0
-    traces: int = 0
-    sampled_tokens: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    reward_sum: float = 0.0
-    rewards: int = 0
-
-
 class World:
     """The fold. `dirty` and `dirty_tasks` name what has changed since they were last emptied."""
 
-    def __init__(self, build: str) -> None:
+    def __init__(self, build: str, *, demand: bool = False) -> None:
         self.build = build
+        self.demand = demand
+        """Whether trainers' demands are followed."""
         self.tasks: dict[str, Task] = {}
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, RunCounts] = {}
@@ -181,7 +96,7 @@ class World:
                     self._build(message, parts)
                 case "group":
                     self._group(message)
-                case "trainer":
+                case "trainer" if self.demand:
                     self._trainer(message)
         except FromTheFuture:
             if (session := self.sessions.get(parts[5 if parts[3] == "build" else 4])) is not None:
@@ -207,7 +122,11 @@ class World:
             self.dirty.add(session)
 
     def _poisoned(self, parts: list[str], reason: str) -> None:
-        if parts[3] == "build":
+        if parts[3] == "group":
+            # The subject is used up: nobody will ever close this group.
+            if (task := self.tasks.get(parts[4])) is not None and not task.closed:
+                self._close(task)
+        elif parts[3] == "build":
             if parts[4] == self.build:
                 self.poison(parts[5], reason, build=True)
         else:
@@ -303,7 +222,7 @@ class World:
         if name == "claimed" and session.first_claim_at is None:
             session.first_claim_at, session.first_claim_time = at, time
         elif isinstance(event, SessionExited):
-            session.exited = event
+            session.exited = event.model_copy(update={"log_tail": event.log_tail[-500:], "detail": event.detail[:2000]})
         elif isinstance(event, SessionLost):
             session.lost = event
             self.runs[self.tasks[session.task].run].lost += 1
@@ -332,7 +251,7 @@ class World:
         event = message.event
         if not isinstance(event, EvaluationEvaluated):
             raise Poison(f"{message.subject} holds a {event.kind}")
-        session.evaluation = event
+        session.evaluation = event.model_copy(update={"details": {}, "detail": "", "log": None})
         self.dirty.add(session.id)
 
     def _build(self, message: Message, parts: list[str]) -> None:
@@ -343,7 +262,9 @@ class World:
         if not isinstance(event, BuildReconstructed | BuildFailed):
             raise Poison(f"{message.subject} holds a {event.kind}")
         first = not session.built
-        session.build = event
+        # Whether anything was excluded is all that a group needs to know.
+        few = dict(list(event.excluded.items())[:1]) if isinstance(event, BuildReconstructed) else None
+        session.build = event if few is None else event.model_copy(update={"excluded": few})
         run = self.runs[self.tasks[session.task].run]
         if isinstance(event, BuildReconstructed):
             run.traces += event.traces
@@ -360,13 +281,16 @@ class World:
         task = self.tasks.get(event.task)
         if not isinstance(event, GroupClosed) or task is None or task.closed:
             return
+        self.runs[task.run].trainable += event.trainable
+        self._close(task)
+
+    def _close(self, task: Task) -> None:
         task.closed = True
         if task.opened:
             self.open_groups -= 1
-            self.spent_groups.add(task.id)
-        run = self.runs[task.run]
-        run.groups_closed += 1
-        run.trainable += event.trainable
+            if self.demand:
+                self.spent_groups.add(task.id)
+        self.runs[task.run].groups_closed += 1
         self._forget(task)
 
     def _trainer(self, message: Message) -> None:
@@ -416,8 +340,3 @@ class World:
         """The run's sessions still remembered."""
         tasks = (self.tasks[t] for t in self.run_tasks.get(run, ()))
         return [self.sessions[s] for task in tasks for s in task.sessions if s in self.sessions]
-
-
-def outcome_of(end: SessionCompleted | SessionFailed | SessionCancelled) -> str:
-    """A terminal event's outcome."""
-    return "cancelled" if isinstance(end, SessionCancelled) else end.outcome

@@ -16,10 +16,10 @@ from polar_common.errors import Conflict, RequestError, Stale
 from polar_common.events import SessionCancelRequested, TaskAccepted
 from polar_common.ids import sessions_of
 
+from .entries import Session
 from .intake import Submission, pack_files, parse, task_events
 from .scheduler import Scheduler
 from .settings import IngestSettings
-from .state import Session
 from .views import CancelView, SubmittedTask, SubmittedView
 
 __all__ = ["Full", "Intake", "bounded"]

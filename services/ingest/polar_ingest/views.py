@@ -24,7 +24,8 @@ from polar_common.packing import BlobRef
 from polar_common.session_state import Attempt, SessionState
 from polar_common.task_spec import HarnessSpec, Limits, RuntimeChoice, SamplingSpec
 
-from .state import LIVE_EVALUATION, PHASES, RunCounts, Session, Task, outcome_of
+from .entries import RunCounts, Session, Task, outcome_of
+from .state import LIVE_EVALUATION, PHASES
 
 __all__ = [
     "AttemptView", "BuildView", "CancelView", "ErrorView", "EvaluationView", "GroupView", "RunView", "SessionSummary",

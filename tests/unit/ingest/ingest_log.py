@@ -21,8 +21,9 @@ from polar_common.events import (
 from polar_common.task_spec import HarnessSpec, TaskSpec
 from polar_ingest.decisions import Applied, group_event, session_event
 from polar_ingest.domain import CloseGroup, Decision, Rules, decide, decide_group
+from polar_ingest.entries import Session, Task
 from polar_ingest.intake import parse, task_events
-from polar_ingest.state import Session, Task, World
+from polar_ingest.state import World
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
 HASH = "0" * 64
@@ -39,7 +40,7 @@ class MemoryLog:
     rules: Rules = field(default_factory=Rules)
     now: float = 1000.0
     sequence: int = 0
-    world: World = field(default_factory=lambda: World("live"))
+    world: World = field(default_factory=lambda: World("live", demand=True))
     events: list[Event] = field(default_factory=list)
     subjects: set[str] = field(default_factory=set)
 

@@ -10,7 +10,7 @@ from ingest_log import MemoryLog
 
 from polar_common.events import BuildFailed, GroupClosed, SessionQueued
 from polar_ingest.domain import Cancel, CloseGroup, Complete, Fail, Queue, Rules, member
-from polar_ingest.state import Session, Task
+from polar_ingest.entries import Session, Task
 
 Made = tuple[MemoryLog, Task, Session]
 

@@ -92,6 +92,17 @@ def test_an_unreadable_fact_of_a_session_poisons_it_and_moves_its_fence() -> Non
     assert (session.poison, session.seq) == ("no", 77)
 
 
+def test_a_group_whose_subject_holds_garbage_isnt_closed_again_and_again() -> None:
+    log = MemoryLog()
+    task = log.accept()
+    log.cancel(log.session(task))
+    log.end(log.session(task))
+    log.build(log.session(task), traces=0)
+    with pytest.raises(Poison):
+        log.world.apply(Broken(f"polar.events.s1.group.{task.id}.closed", 77, Poison("no")), log.now)
+    assert not log.world.tasks
+
+
 def test_a_fact_of_a_newer_version_freezes_the_session() -> None:
     log = MemoryLog()
     session = log.session(log.accept())
