@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from polar_ingest.openapi import openapi
 
 from polar_analytics.schema import ddl_text
 from polar_common import __version__
@@ -23,6 +22,7 @@ from polar_common.ownership import OWNERS
 from polar_common.task_spec import TaskSpec
 from polar_common.topology import Topology, consumers
 from polar_common.traces import GroupTraces, Trace, TraceManifest
+from polar_ingest.openapi import openapi
 
 MESSAGES: dict[str, Any] = {"task": TaskSpec, "trace": Trace, "manifest": TraceManifest, "group": GroupTraces}
 

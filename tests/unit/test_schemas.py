@@ -1,4 +1,4 @@
-"""`schemas/` is what the code says now: run `make schemas` after changing an event, a task field, a table or a route."""
+"""`schemas/` is what the code says now: run `make schemas` after a change of events, task fields, tables or routes."""
 
 from __future__ import annotations
 
