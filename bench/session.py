@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import numpy as np
+import orjson
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Stored
@@ -50,7 +51,7 @@ class LongSession:
 
     def stored(self) -> list[Stored]:
         return [
-            Stored(e.subject(), n, datetime.fromtimestamp(1_700_000_000 + n, UTC), encode(e), "")
+            Stored(e.subject(), n, datetime.fromtimestamp(1_700_000_000 + n, UTC), written(e), "")
             for n, e in enumerate(self.events, 1)
         ]
 
@@ -62,7 +63,15 @@ class LongSession:
         for ref, body in self.blobs.values():
             await store.put_as(ref, body)
         for event in self.events:
-            await bus.once(event)
+            await bus.once_raw(event.subject(), written(event), event.body_hash())
+
+
+def written(event: Event) -> bytes:
+    """The body as its producer writes it: the proxy leaves defaults out of captured completions."""
+    if not isinstance(event, CompletionCaptured):
+        return encode(event)
+    body = event.model_dump(mode="json", exclude_defaults=True)
+    return orjson.dumps({"kind": event.kind, "schema_version": event.schema_version} | body)
 
 
 def long_session(turns: int, tokens: int, *, index: int = 0, task: str = "bench", seed: int = 0) -> LongSession:

@@ -14,10 +14,12 @@ from polar_common.bus import Bus
 from polar_common.errors import ConfigError, Unavailable
 from polar_common.events import GroupClosed, GroupMember, SessionAccepted
 from polar_common.ids import FIRST_SEGMENT, task_id
+from polar_common.nats_server import NatsServer
 from polar_common.topology import TRACES
 from polar_common.traces import GroupTraces, Trace
 from polar_reconstructor.builds import diff, read_build, summaries
 from polar_reconstructor.handlers import Reconstructor
+from polar_reconstructor.pool import Processes
 from polar_reconstructor.replay import Choice, Replay
 from polar_reconstructor.rules import BUILT_IN, RuleSet
 
@@ -83,6 +85,17 @@ async def test_the_same_rules_give_the_same_trace_ids_and_groups(bus: Bus) -> No
         assert body.replace(b'"live"', b'"again"') == again[subject] or subject.endswith(".closed")
     groups = [GroupTraces.model_validate_json(m[k]) for m in (first, again) for k in m if k.endswith(".closed")]
     assert [g.action_tokens for g in groups[:3]] == [g.action_tokens for g in groups[3:]] == [0, 12, 12]
+
+
+async def test_several_processes_make_the_same_build(bus: Bus, nats_server: NatsServer) -> None:
+    await live(bus, 12)
+    builders = Processes(nats_server.url, "many", BUILT_IN["exact"], 2)
+    try:
+        made = await replay(bus, "many", builders=builders)
+    finally:
+        builders.close()
+    assert made.report.results == {"reconstructed": 24, "open": 0} and made.report.groups == 12
+    assert trace_ids(await bodies(bus, "live")) == trace_ids(await bodies(bus, "many"))
 
 
 async def test_a_replay_that_was_broken_off_goes_on(bus: Bus) -> None:

@@ -95,7 +95,6 @@ def build_session(
     calls = [call(doc, sequence, blobs, engines) for doc, sequence in prepared.captured]
     cut = [aborted(doc, sequence, blobs) for doc, sequence in prepared.aborted]
     _number(calls, cut)
-    check_numbers(calls)
     excluded = dict(selection.excluded) | {a.id: "aborted" for a in cut}
     if rules.adopted_partial == "train":
         calls, adopted = adopt(calls, cut)
@@ -130,6 +129,7 @@ def _view(
     decode: Callable[[Ids], str] | None,
 ) -> View:
     contexts = Contexts(calls)
+    check_numbers(calls, contexts.highest_id())
     links = link(calls, contexts)
     excluded = fates(calls, links, contexts, selection.undelivered, rules)
     return View(calls, cut, contexts, links, excluded, rules, decode)

@@ -293,16 +293,14 @@ def aborted(doc: Document, sequence: int, blobs: Mapping[str, bytes]) -> Aborted
         raise TraceError(f"completion {name}: damaged event: {error!r}") from error
 
 
-def check_numbers(calls: list[Call]) -> None:
+def check_numbers(calls: list[Call], highest: int) -> None:
     """Ids within the vocabulary, as many log-probs as ids, all finite where the call claims to be trainable.
 
-    Raises TraceError naming completion, column and position. Checked over all columns at once; only a failure looks
-    for its place.
+    `highest`: the largest id in any of the calls' contexts, unsigned. Raises TraceError naming completion, column and
+    position. Checked over all at once; only a failure looks for its place.
     """
-    arrays = [a for c in calls for a in (c.new, c.sampled)]
-    bounds = [c.engine.vocab_size for c in calls if c.engine.vocab_size]
-    bound = min(bounds) if bounds else 1 << 31
-    if arrays and int(np.concatenate(arrays).view("<u4").max(initial=0)) >= bound:
+    engines = {id(c.engine): c.engine for c in calls}.values()
+    if highest >= min((e.vocab_size for e in engines if e.vocab_size), default=1 << 31):
         for one in calls:
             _check_ids(one)
     for one in calls:

@@ -20,8 +20,9 @@ from polar_common.settings import HouseSettings, cache_dir
 
 from .builds import BuildSummary, Difference, diff, summaries
 from .export import format_of, write
+from .pool import Processes
 from .replay import Choice, Replay, Report
-from .rules import load
+from .rules import RuleSet, load
 from .traces import Read, build_traces, find_traces, find_vocabulary, pieces
 
 __all__ = ["build", "export", "replay", "trace"]
@@ -73,6 +74,8 @@ def replay(
     until: Annotated[str, typer.Option(help="Only sessions accepted before this ISO time.")] = "",
     session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.")] = None,
     rate: Annotated[float, typer.Option(min=0, help="Messages a second at most, beside live traffic.")] = 0.0,
+    processes: Annotated[int, typer.Option(min=0, help="Build in so many processes; 0: in this one.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build and check everything, publish nothing.")] = False,
     data: DataOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -93,8 +96,16 @@ def replay(
             bar.update(shown, total=report.end, completed=report.position, told=told)
 
         async def work(bus: Bus) -> Report:
+            builders = _builders(bus, name, rule_set, processes, dry_run)
             segment = HouseSettings().segment
-            return await Replay(bus, name, rule_set, segment, choice, rate=rate, on_progress=progress).run()
+            made = Replay(
+                bus, name, rule_set, segment, choice, builders=builders, dry=dry_run, rate=rate, on_progress=progress
+            )
+            try:
+                return await made.run()
+            finally:
+                if builders is not None:
+                    builders.close()
 
         report = _with_bus(data, work)
     facts = {"build": name, "rules": rule_set.name, "rules_hash": report.rules_hash, "messages": report.messages}
@@ -102,6 +113,14 @@ def replay(
     _print(f"build {name}", [facts], json)
     if report.results["failed"]:
         warn(f"{report.results['failed']} sessions couldn't be built: `polar build show {name}`")
+
+
+def _builders(bus: Bus, name: str, rules: RuleSet, processes: int, dry: bool) -> Processes | None:
+    settings, url = HouseSettings(), bus.nc.connected_url
+    if not processes or url is None:
+        return None
+    user, password = settings.nats_user, settings.nats_password.get_secret_value()
+    return Processes(url.geturl(), name, rules, processes, dry=dry, user=user, password=password)
 
 
 def _print(title: str, rows: list[dict[str, Any]], json: bool) -> None:

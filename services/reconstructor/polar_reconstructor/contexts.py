@@ -26,13 +26,9 @@ class _Growing:
         self.used = 0
 
     def append(self, more: Ids) -> None:
-        need = self.used + len(more)
-        if need > len(self.ids):
-            grown = np.empty(max(need, 2 * len(self.ids)), dtype=np.int32)
-            grown[: self.used] = self.ids[: self.used]
-            self.ids = grown
-        self.ids[self.used : need] = more
-        self.used = need
+        end = self.used + len(more)
+        self.ids[self.used : end] = more
+        self.used = end
 
 
 class Contexts:
@@ -44,9 +40,10 @@ class Contexts:
         self._verified: dict[tuple[str, str], bool] = {}
         self._bytes: dict[str, bytes] = {}
         order = {c.id: i for i, c in enumerate(calls)}
+        longest = max((c.context_length for c in calls), default=0)
         for c in calls:
             self._check(c, order)
-            self._buffers[c.id] = self._grow(c)
+            self._buffers[c.id] = self._grow(c, longest)
 
     def prompt(self, c: Call) -> Ids:
         """int32[length], a view."""
@@ -58,6 +55,8 @@ class Contexts:
 
     def extends(self, later: Call, earlier: Call) -> bool:
         """Whether `later`'s prompt starts with `earlier`'s whole context (prompt and sampled ids)."""
+        if self._buffers[later.id] is self._buffers[earlier.id]:
+            return later.length >= earlier.context_length and later is not earlier
         key = (later.id, earlier.id)
         known = self._verified.get(key)
         if known is None:
@@ -79,15 +78,18 @@ class Contexts:
             found = self._bytes[c.id] = self.prompt(c).tobytes()
         return found
 
+    def highest_id(self) -> int:
+        """The largest id of all contexts, negative ones taken as unsigned; 0 where there is none."""
+        buffers = {id(b): b for b in self._buffers.values()}
+        return max((int(b.ids[: b.used].view("<u4").max(initial=0)) for b in buffers.values()), default=0)
+
     def forget_bytes(self) -> None:
         """Free what `prompt_bytes` keeps."""
         self._bytes.clear()
 
     def _extends(self, later: Call, earlier: Call) -> bool:
-        if later is earlier or later.length < earlier.context_length:
+        if later.length < earlier.context_length:
             return False
-        if self._buffers[later.id] is self._buffers[earlier.id]:
-            return True
         prompt = self.prompt_bytes(later)
         # The sampled stretch differs first where it differs at all: it is short, the shared history is long.
         if not prompt.startswith(earlier.sampled.tobytes(), 4 * earlier.length):
@@ -115,11 +117,14 @@ class Contexts:
         name = c.via[-1] if c.via else c.base
         return self._calls[name] if name else None
 
-    def _grow(self, c: Call) -> _Growing:
+    def _grow(self, c: Call, longest: int) -> _Growing:
+        """The buffer that ends with the call. A new one has room for the longest context: pages that nothing is written
+        to cost nothing.
+        """
         base = self._base(c)
         buffer = None if base is None else self._buffers[base.id]
         if base is None or buffer is None or not buffer.used == c.shared == base.context_length:
-            fresh = _Growing(max(64, 2 * c.context_length))
+            fresh = _Growing(longest)
             if buffer is not None:
                 fresh.append(buffer.ids[: c.shared])
             buffer = fresh

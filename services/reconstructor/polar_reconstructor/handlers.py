@@ -23,7 +23,7 @@ from .domain import Selection, select
 from .publish import Outgoing, outgoing, publish
 from .rules import RuleSet, rule_named
 
-__all__ = ["Reconstructor"]
+__all__ = ["Reconstructor", "decided"]
 
 _AT_ONCE = 16
 _log = structlog.get_logger(__name__)
@@ -32,10 +32,11 @@ _seconds = Histogram("polar_reconstructor_build_seconds", "From stored bytes to 
 
 
 class Reconstructor:
-    """One build under one rule set."""
+    """One build under one rule set. `dry`: everything is made and checked, nothing published."""
 
-    def __init__(self, bus: Bus, build: str, rules: RuleSet) -> None:
+    def __init__(self, bus: Bus, build: str, rules: RuleSet, *, dry: bool = False) -> None:
         self.bus = bus
+        self.dry = dry
         self.build = build
         self.rules = rules
         self._rule = rule_named(rules.rule)
@@ -55,13 +56,6 @@ class Reconstructor:
         """Whether this build has spoken about the session."""
         return await self.bus.last(subjects.build(self.build, session, "*")) is not None
 
-    def decided(self, session: str, messages: Sequence[Stored]) -> bool:
-        """Whether these messages decide the session (damage does, too)."""
-        try:
-            return select(session, messages) is not None
-        except (TraceError, Poison):
-            return True
-
     async def any_built(self, sessions: Iterable[str]) -> bool:
         for session in sessions:
             if await self.built(session):
@@ -79,7 +73,8 @@ class Reconstructor:
             return ""
         try:
             out = await self._build(selection)
-            await publish(self.bus, self.blobs(session), out)
+            if not self.dry:
+                await publish(self.bus, self.blobs(session), out)
         except (TraceError, BlobError, Poison, Conflict) as error:
             _unless_newer(error)
             return await self._failed(session, selection, messages[-1], error)
@@ -120,7 +115,8 @@ class Reconstructor:
             rules_hash=self.rules.hash,
             reason=f"{type(error).__name__}: {error}"[:2000],
         )
-        await self.bus.once(failed)
+        if not self.dry:
+            await self.bus.once(failed)
         _sessions.labels("failed").inc()
         return "failed"
 
@@ -174,6 +170,14 @@ def _projection(event: GroupClosed, build: str, manifests: Mapping[str, TraceMan
         action_tokens=sum(sum(m.action_tokens) for m in counted),
         traces=sum(len(m.traces) for m in counted),
     )
+
+
+def decided(session: str, messages: Sequence[Stored]) -> bool:
+    """Whether these messages decide the session (damage does, too)."""
+    try:
+        return select(session, messages) is not None
+    except (TraceError, Poison):
+        return True
 
 
 def _unless_newer(error: Exception) -> None:

@@ -21,13 +21,15 @@ from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import events_stream
 
 from .builds import read_build
-from .handlers import Reconstructor
+from .handlers import Reconstructor, decided
+from .pool import Builders, Here, Job
 from .rules import RuleSet
 
 __all__ = ["Choice", "Replay", "Report"]
 
-_IN_FLIGHT = 64
-"""Sessions being published while the pass goes on; bounds memory."""
+_BATCH, _BATCH_BYTES = 16, 8_000_000
+"""Sessions, and bytes of their messages, handed over together; with the builders' `at_once` they bound memory."""
+_CLOSINGS = 32
 _DECIDING = (".artifacts", ".0.failed", ".0.cancelled")
 
 
@@ -69,7 +71,11 @@ class Report:
 
 
 class Replay:
-    """One replay. `rate`: messages a second at most, so that live traffic keeps its server; 0: unbounded."""
+    """One replay. `rate`: messages a second at most, so that live traffic keeps its server; 0: unbounded.
+
+    `builders`: where sessions are built; by default here. `dry`: nothing is published (builders of your own have to be
+    told, too).
+    """
 
     def __init__(
         self,
@@ -79,23 +85,30 @@ class Replay:
         segment: str,
         choice: Choice | None = None,
         *,
+        builders: Builders | None = None,
+        dry: bool = False,
         rate: float = 0.0,
         on_progress: Callable[[Report], None] | None = None,
     ) -> None:
         self.report = Report(build, rules.hash)
         self._bus = bus
-        self._maker = Reconstructor(bus, build, rules)
+        self._maker = Reconstructor(bus, build, rules, dry=dry)
+        self._builders = builders or Here(self._maker)
         self._segment = segment
         self._choice = choice or Choice()
         self._rate = rate
         self._on_progress = on_progress
         self._gathered: dict[str, list[Stored]] = {}
         self._skipped: set[str] = set()
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._free = asyncio.Semaphore(_IN_FLIGHT)
+        self._batch: list[Job] = []
+        self._weight = 0
+        self._unfinished: set[str] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self._free = asyncio.Semaphore(self._builders.at_once)
+        self._closings: list[GroupClosed] = []
 
     async def run(self) -> Report:
-        """Go through the log as it is now. Raises ConfigError if the build exists under other rules."""
+        """Go through the log as it is now. Raises ConfigError if the build exists under other rules, Unavailable."""
         stream = events_stream(self._segment)
         await self._resume()
         self.report.end = int((await self._bus.js.stream_info(stream)).state.last_seq)
@@ -105,9 +118,12 @@ class Replay:
                 await self._take(stored)
                 if self.report.messages % 512 == 0:
                     await self._pace(begun)
-            await self._drain()
+            await self._dispatch()
+            while self._running:
+                await self._finish(self._running)
+            await self._close_groups()
         finally:
-            await cancel_and_wait(*self._running.values())
+            await cancel_and_wait(*self._running)
         self.report.position = self.report.end
         self.report.results["open"] = len(self._gathered)
         if self._on_progress is not None:
@@ -135,7 +151,6 @@ class Replay:
     async def _pace(self, begun: float) -> None:
         if self._on_progress is not None:
             self._on_progress(self.report)
-        # Publishing needs its turns: the pass would otherwise read on while acknowledgements wait.
         ahead = self.report.messages / self._rate - (asyncio.get_running_loop().time() - begun) if self._rate else 0.0
         await asyncio.sleep(max(0.0, ahead))
 
@@ -145,42 +160,68 @@ class Replay:
         self.report.position = stored.sequence
         tokens = stored.subject.split(".", 5)
         if tokens[3] == "group":
-            await self._close(stored)
+            event = stored.event
+            if isinstance(event, GroupClosed) and self._choice.run in ("", event.run):
+                self._closings.append(event)
+                if len(self._closings) >= _CLOSINGS:
+                    await self._close_groups()
             return
         session = tokens[4]
         if session in self._skipped:
             return
         if not self._choice.whole and stored.subject.endswith(".0.accepted"):
-            event = stored.event
-            if isinstance(event, SessionAccepted) and not self._choice.takes(event, stored.time):
+            accepted = stored.event
+            if isinstance(accepted, SessionAccepted) and not self._choice.takes(accepted, stored.time):
                 self._skipped.add(session)
                 self._gathered.pop(session, None)
                 return
         self._gathered.setdefault(session, []).append(stored)
-        if stored.subject.endswith(_DECIDING) and self._maker.decided(session, self._gathered[session]):
-            self._skipped.add(session)
-            await self._free.acquire()
-            messages = self._gathered.pop(session)
-            self._running[session] = spawn(self._build(session, messages), name=f"replay:{session}")
+        if stored.subject.endswith(_DECIDING) and decided(session, self._gathered[session]):
+            await self._schedule(session, self._gathered.pop(session))
 
-    async def _build(self, session: str, messages: list[Stored]) -> None:
-        try:
-            self.report.results[await self._maker.reconstruct(session, messages)] += 1
-        finally:
-            self._running.pop(session, None)
-            self._free.release()
+    async def _schedule(self, session: str, messages: list[Stored]) -> None:
+        self._skipped.add(session)
+        self._unfinished.add(session)
+        self._batch.append((session, messages))
+        self._weight += sum(len(m.body) for m in messages)
+        if len(self._batch) >= _BATCH or self._weight >= _BATCH_BYTES:
+            await self._dispatch()
 
-    async def _close(self, stored: Stored) -> None:
-        event = stored.event
-        if not isinstance(event, GroupClosed) or (self._choice.run and event.run != self._choice.run):
+    async def _dispatch(self) -> None:
+        if not self._batch:
             return
-        for member in event.members:
-            task = self._running.get(member.session)
-            if task is not None:
-                await asyncio.wait({task})
-        if not self._choice.sessions and await self._maker.any_built(m.session for m in event.members):
-            self.report.groups += await self._maker.project(event)
+        batch, self._batch, self._weight = self._batch, [], 0
+        while self._free.locked():
+            await self._finish(self._running)
+        await self._free.acquire()
+        self._running.add(spawn(self._build(batch), name="replay"))
 
-    async def _drain(self) -> None:
-        while self._running:
-            await asyncio.wait(set(self._running.values()))
+    async def _build(self, batch: list[Job]) -> None:
+        try:
+            results = await self._builders.build(batch)
+        finally:
+            self._free.release()
+        self.report.results.update(results)
+        self._unfinished.difference_update(session for session, _ in batch)
+
+    async def _finish(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Wait until one of the tasks is done; its error is the replay's."""
+        done, _ = await asyncio.wait(set(tasks), return_when=asyncio.FIRST_COMPLETED)
+        self._running -= done
+        for task in done:
+            task.result()
+
+    async def _close_groups(self) -> None:
+        """Project the closings whose sessions are built; the others wait for the next time, or for the end."""
+        ready = [e for e in self._closings if not any(m.session in self._unfinished for m in e.members)]
+        self._closings = [e for e in self._closings if any(m.session in self._unfinished for m in e.members)]
+        if self._choice.sessions or self._maker.dry:
+            return
+        for start in range(0, len(ready), _CLOSINGS):
+            some = ready[start : start + _CLOSINGS]
+            self.report.groups += sum(await asyncio.gather(*(self._project(event) for event in some)))
+
+    async def _project(self, event: GroupClosed) -> bool:
+        if not await self._maker.any_built(m.session for m in event.members):
+            return False
+        return await self._maker.project(event)

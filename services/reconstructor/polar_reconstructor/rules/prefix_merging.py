@@ -75,13 +75,8 @@ def _parent(i: int, view: View, tips: dict[int, _Building], continued: dict[int,
         return (by_ids if by_ids in tips else None), tied
     if not c.native and c.chain_class != "unknown_parent":
         return None, tied
-    free = [
-        k
-        for k in tips
-        if k not in continued
-        and view.excluded.get(view.calls[k].id) not in _APART
-        and view.contexts.starts_with_prompt(c, view.calls[k])
-    ]
+    apart = {k for k in tips if k in continued or view.excluded.get(view.calls[k].id) in _APART}
+    free = [k for k in tips if k not in apart and view.contexts.starts_with_prompt(c, view.calls[k])]
     if not free:
         return None, False
     longest = max(view.calls[k].length for k in free)

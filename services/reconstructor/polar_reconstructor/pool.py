@@ -1,0 +1,104 @@
+"""Where a replay's sessions are built and published: in this process, or in several that have connections of their own.
+
+Sessions go out in batches, whose publishes overlap; what comes back is one word per session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from datetime import datetime
+from typing import Protocol
+
+from polar_common.bus import Bus, Stored
+from polar_common.errors import Unavailable
+
+from .handlers import Reconstructor
+from .rules import RuleSet
+
+__all__ = ["Builders", "Here", "Job", "Processes"]
+
+Message = tuple[str, int, datetime, bytes]
+"""Subject, sequence, log time, body."""
+Job = tuple[str, list[Stored]]
+"""A session and its messages."""
+
+
+class Builders(Protocol):
+    """Something that builds batches of sessions."""
+
+    @property
+    def at_once(self) -> int:
+        """Batches that are worth having in flight."""
+        ...
+
+    async def build(self, batch: Sequence[Job]) -> list[str]:
+        """`reconstructed` or `failed` per session, in order. Raises Unavailable."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Here:
+    """This process."""
+
+    at_once = 4
+
+    def __init__(self, maker: Reconstructor) -> None:
+        self._maker = maker
+
+    async def build(self, batch: Sequence[Job]) -> list[str]:
+        return list(await asyncio.gather(*(self._maker.reconstruct(session, stored) for session, stored in batch)))
+
+    def close(self) -> None:
+        return None
+
+
+class Processes:
+    """`count` processes, spawned so that no connection is shared."""
+
+    def __init__(
+        self, url: str, build: str, rules: RuleSet, count: int, *, dry: bool = False, user: str = "", password: str = ""
+    ) -> None:
+        self.at_once = 2 * count
+        self._pool = ProcessPoolExecutor(
+            count,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_connect,
+            initargs=(url, user, password, build, rules.model_dump_json(), dry),
+        )
+
+    async def build(self, batch: Sequence[Job]) -> list[str]:
+        jobs = [(session, [(m.subject, m.sequence, m.time, m.body) for m in stored]) for session, stored in batch]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, _build, jobs)
+        except BrokenProcessPool as error:
+            raise Unavailable("a process of the replay died; start it again, it goes on where it was") from error
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Process:
+    """What a worker process keeps between batches."""
+
+    def __init__(self, url: str, user: str, password: str, build: str, rules: str, dry: bool) -> None:
+        self.loop = asyncio.new_event_loop()
+        bus = self.loop.run_until_complete(Bus.connect(url, "replay", user=user, password=password))
+        self.here = Here(Reconstructor(bus, build, RuleSet.model_validate_json(rules), dry=dry))
+
+
+_processes: list[_Process] = []
+
+
+def _connect(url: str, user: str, password: str, build: str, rules: str, dry: bool) -> None:
+    _processes.append(_Process(url, user, password, build, rules, dry))
+
+
+def _build(jobs: Sequence[tuple[str, Sequence[Message]]]) -> list[str]:
+    process = _processes[0]
+    batch = [(session, [Stored(*message, "") for message in messages]) for session, messages in jobs]
+    return process.loop.run_until_complete(process.here.build(batch))
