@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from polar_common.cli.output import console, emit, table, warn
 from polar_common.errors import ConfigError
 from polar_common.house import find_house
 from polar_common.settings import HouseSettings, cache_dir
+from polar_common.topology import events_stream
 
 from .builds import BuildSummary, Difference, diff, summaries
 from .export import format_of, write
@@ -35,6 +37,7 @@ BuildOption = Annotated[str, typer.Option("--build", help="Which build.")]
 build = typer.Typer(help="Builds: runs of a rule set over the log.", no_args_is_help=True)
 trace = typer.Typer(help="Traces: what a trainer gets.", no_args_is_help=True)
 
+_LONG_LOG, _MOST_PROCESSES = 20_000, 4
 _COLOURS = {"prompt": "dim", "context": "cyan", "sampled": "bold green", "masked": "yellow"}
 
 
@@ -74,7 +77,9 @@ def replay(
     until: Annotated[str, typer.Option(help="Only sessions accepted before this ISO time.")] = "",
     session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.")] = None,
     rate: Annotated[float, typer.Option(min=0, help="Messages a second at most, beside live traffic.")] = 0.0,
-    processes: Annotated[int, typer.Option(min=0, help="Build in so many processes; 0: in this one.")] = 0,
+    processes: Annotated[
+        int | None, typer.Option(min=0, help="Build in so many processes, 0: in this one; by default as the log needs.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Build and check everything, publish nothing.")] = False,
     data: DataOption = None,
     json: JsonOption = False,
@@ -96,12 +101,11 @@ def replay(
             bar.update(shown, total=report.end, completed=report.position, told=told)
 
         async def work(bus: Bus) -> Report:
-            builders = _builders(bus, name, rule_set, processes, dry_run)
             segment = HouseSettings().segment
-            made = Replay(
-                bus, name, rule_set, segment, choice, builders=builders, dry=dry_run, rate=rate, on_progress=progress
-            )
+            builders = await _builders(bus, name, rule_set, segment, processes, dry_run)
             try:
+                made = Replay(bus, name, rule_set, segment, choice, builders=builders, dry=dry_run, rate=rate)
+                made.on_progress = progress
                 return await made.run()
             finally:
                 if builders is not None:
@@ -115,8 +119,14 @@ def replay(
         warn(f"{report.results['failed']} sessions couldn't be built: `polar build show {name}`")
 
 
-def _builders(bus: Bus, name: str, rules: RuleSet, processes: int, dry: bool) -> Processes | None:
+async def _builders(
+    bus: Bus, name: str, rules: RuleSet, segment: str, processes: int | None, dry: bool
+) -> Processes | None:
+    """Processes, where they were asked for or the log is long enough to be worth starting them."""
     settings, url = HouseSettings(), bus.nc.connected_url
+    if processes is None:
+        state = (await bus.js.stream_info(events_stream(segment))).state
+        processes = min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1) if state.messages > _LONG_LOG else 0
     if not processes or url is None:
         return None
     user, password = settings.nats_user, settings.nats_password.get_secret_value()

@@ -88,7 +88,6 @@ class Replay:
         builders: Builders | None = None,
         dry: bool = False,
         rate: float = 0.0,
-        on_progress: Callable[[Report], None] | None = None,
     ) -> None:
         self.report = Report(build, rules.hash)
         self._bus = bus
@@ -97,7 +96,8 @@ class Replay:
         self._segment = segment
         self._choice = choice or Choice()
         self._rate = rate
-        self._on_progress = on_progress
+        self.on_progress: Callable[[Report], None] | None = None
+        """Called now and then, and at the end."""
         self._gathered: dict[str, list[Stored]] = {}
         self._skipped: set[str] = set()
         self._batch: list[Job] = []
@@ -126,8 +126,8 @@ class Replay:
             await cancel_and_wait(*self._running)
         self.report.position = self.report.end
         self.report.results["open"] = len(self._gathered)
-        if self._on_progress is not None:
-            self._on_progress(self.report)
+        if self.on_progress is not None:
+            self.on_progress(self.report)
         return self.report
 
     async def _resume(self) -> None:
@@ -149,8 +149,8 @@ class Replay:
         return found
 
     async def _pace(self, begun: float) -> None:
-        if self._on_progress is not None:
-            self._on_progress(self.report)
+        if self.on_progress is not None:
+            self.on_progress(self.report)
         ahead = self.report.messages / self._rate - (asyncio.get_running_loop().time() - begun) if self._rate else 0.0
         await asyncio.sleep(max(0.0, ahead))
 
