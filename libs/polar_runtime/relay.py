@@ -181,7 +181,8 @@ def idle() -> None:
     signal.set_wakeup_fd(_wake_w, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda _n, _frame: None)
     while True:
-        _reap(0)
+        _reap()
+        _ended.clear()
         _sleep(60)
 
 
@@ -202,23 +203,27 @@ def wait(child: int, grace: float, wanted: list[int]) -> int:
         if deadline and time.monotonic() > deadline:
             kill_all()
             deadline = time.monotonic() + 1
-        status = _reap(child)
-        if status is not None:
+        _reap()
+        if child in _ended:
+            status = _ended[child]
             kill_all()
             return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
         _sleep(0.2 if deadline else 5.0)
 
 
-def _reap(child: int) -> int | None:
+_ended: dict[int, int] = {}
+
+
+def _reap() -> None:
+    """Wait for all that has ended; how goes into `_ended`."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return 0
+            return
         if pid == 0:
-            return None
-        if pid == child:
-            return status
+            return
+        _ended[pid] = status
 
 
 _wake_r, _wake_w = os.pipe()
@@ -274,7 +279,7 @@ def kill_all() -> None:
                 except (ProcessLookupError, PermissionError):
                     continue
         time.sleep(0.01)
-        _reap(0)
+        _reap()
 
 
 def adopt_orphans() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -56,6 +57,37 @@ def busybox_image(host: str) -> str:
     finally:
         client.close()
     return IMAGE
+
+
+GLIBC_IMAGE = "polar-test/glibc:1"
+_GLIBC = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libresolv.so.2")
+
+
+def glibc_image(host: str) -> str:
+    """busybox, bash and this machine's C library, and nothing else: no node, no Python, no libstdc++."""
+    client = docker.DockerClient(base_url=host)
+    try:
+        if not client.images.list(GLIBC_IMAGE):
+            repository, tag = GLIBC_IMAGE.split(":")
+            client.api.import_image_from_data(_with_glibc(_root_filesystem()), repository=repository, tag=tag)
+    finally:
+        client.close()
+    return GLIBC_IMAGE
+
+
+def _with_glibc(root: bytes) -> bytes:
+    listed = subprocess.run(["ldd", "/bin/bash"], capture_output=True, text=True, check=True).stdout
+    paths = set(re.findall(r"(/\S+) \(0x", listed))
+    directory = next(Path(p).parent for p in paths if p.endswith("/libc.so.6"))
+    paths |= {str(directory / name) for name in _GLIBC if (directory / name).exists()} | {"/bin/bash"}
+    out = io.BytesIO(root)
+    with tarfile.open(fileobj=out, mode="a") as tar:
+        for path in sorted(paths):
+            data = Path(path).read_bytes()
+            info = tarfile.TarInfo(path.lstrip("/"))
+            info.mode, info.size = 0o755, len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
 
 
 def foreign_image(host: str) -> str:

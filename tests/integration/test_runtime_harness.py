@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import runtime_docker
+from runtime_scripted import CLOSING, SUBMIT, Scripted
 
 from polar_gateway.harnesses import registry, toolchain
 from polar_gateway.harnesses.base import Harness, Launch, LaunchContext
 from polar_runtime import ExecResult, Limits, Runtime, RuntimeSpec, make_runtime
-from runtime_scripted import CLOSING, SUBMIT, Scripted
 
 pytestmark = pytest.mark.harness
 
@@ -36,12 +37,13 @@ async def run(
     timeout: float = 90.0,
     kind: str = "local",
     image: str = "",
+    options: Mapping[str, str] | None = None,
 ) -> tuple[Launch, ExecResult, dict[str, bytes]]:
     """One attempt: toolchain mounted, files uploaded, launched by the relay; returns the working directory's files."""
     installed = await asyncio.to_thread(toolchain.ensure, harness)
     spec = RuntimeSpec(
         kind, "smoke.1", tmp_path / "attempts", image=image, mounts=toolchain.mounts(installed),
-        proxy_socket=model.path, limits=Limits(memory_mb=4096, pids=1024),
+        proxy_socket=model.path, limits=Limits(memory_mb=4096, pids=1024), options=options or {},
     )  # fmt: skip
     async with make_runtime(spec) as rt:
         launch = harness.launch(context(rt, prompt, args or {}))
@@ -150,3 +152,20 @@ async def test_lm_eval_asks_one_completion_a_question(tmp_path: Path) -> None:
     assert {c.key for c in model.calls} == {KEY}
     results = next(content for name, content in files.items() if "results_" in name)
     assert b'"exact_match,none": 0.25' in results
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("name", ["pi", "claude_code", "codex"])
+async def test_clis_run_in_an_image_that_has_none_of_what_they_need(name: str, tmp_path: Path) -> None:
+    model = Scripted(tmp_path / "proxy" / "proxy.sock")
+    server = await model.serve()
+    harness = registry.find(name)
+    with runtime_docker.own_daemon() as host:
+        image = runtime_docker.glibc_image(host)
+        options = {"docker_host": host}
+        _, result, files = await run(harness, model, tmp_path, kind="docker", image=image, options=options)
+        assert runtime_docker.containers(host, tmp_path / "attempts") == []
+    server.close()
+    assert result.exit_code == 0, result.output_tail
+    assert files["./hello.txt"] == b"hi\n"
+    assert {c.key for c in model.calls} == {KEY}
