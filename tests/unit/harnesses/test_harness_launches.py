@@ -1,0 +1,206 @@
+"""What every harness's launch must hold, and what each one's own file promises."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from polar_common.errors import ConfigError, HarnessError
+from polar_gateway.harnesses import registry, toolchain
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe
+
+BASE = "http://127.0.0.1:41417/s/KEY"
+CONTEXT = LaunchContext("Fix the bug", "/workspace", "/home/agent", BASE, "KEY", "some-model", 12345, 678)
+ARGS: dict[str, dict[str, object]] = {"command": {"argv": ["agent"]}, "lm_eval": {"tasks": ["toy"]}}
+NAMES = registry.names()
+HEAVY = [n for n in NAMES if n != "command"]
+
+
+def launch(name: str, **changes: object) -> Launch:
+    args = changes.pop("args", None)
+    merged = {**ARGS.get(name, {}), **(args if isinstance(args, dict) else {})}
+    return registry.find(name).launch(replace(CONTEXT, args=merged, **changes))  # type: ignore[arg-type]
+
+
+def everything(made: Launch) -> str:
+    parts = [*made.argv, *made.env.values(), *made.files.values(), (made.stdin or b"").decode()]
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_launch_says_all_that_the_harness_must_know(name: str) -> None:
+    made, harness = launch(name), registry.find(name)
+    text = everything(made)
+    assert BASE in text and "KEY" in text and "some-model" in text
+    assert "127.0.0.1:41417" not in text.replace(BASE, "")
+    if name != "lm_eval":
+        assert "Fix the bug" in text
+    if name not in ("mini_swe_agent", "gemini_cli"):
+        assert "678" in text, "the token cap"
+    assert made == launch(name), "the same context gives the same launch"
+    assert all(path.startswith(("/home/agent/", "/workspace/")) for path in made.files)
+    assert harness.name == name and (harness.version or name == "command")
+    assert harness.recipe.kind == "none" or made.argv[0].startswith("/polar/harness/")
+    if harness.recipe.kind == "npm":
+        assert harness.recipe.packages[0].endswith(f"@{harness.version}")
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "lm_eval"])
+def test_instructions_are_never_options_or_shell(name: str) -> None:
+    nasty = "--help; $(touch /tmp/x) `id` ' \" \n @file -"
+    made = launch(name, instruction=nasty)
+    assert nasty in everything(made)
+    for arg in made.argv:
+        assert nasty not in arg or arg == f"--task={nasty}"
+    assert made.argv[0] != "/bin/sh" or nasty not in made.argv
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_input_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="NUL"):
+        launch(name, instruction="a\0b")
+    with pytest.raises(ConfigError, match="no argument 'nonsense'"):
+        launch(name, args={"nonsense": 1})
+    known = registry.find(name).known_args
+    for arg, value in (("options", "not a list"), ("options", [1]), ("mcp_servers", ["x"]), ("mcp_servers", {"a": {}})):
+        if arg in known:
+            with pytest.raises(ConfigError, match=arg):
+                launch(name, args={arg: value})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_how_it_ended(name: str) -> None:
+    harness = registry.find(name)
+    assert harness.classify_exit(0, "all fine").kind == "finished"
+    assert harness.classify_exit(1, "Traceback").kind == "harness_error"
+    missing = harness.classify_exit(127, "polar: cannot start, /x: No such file")
+    assert missing.kind == "harness_error" and "couldn't be started" in missing.reason
+    full = harness.classify_exit(1, "This model's maximum context length is 10 tokens")
+    assert full.kind == "budget_exhausted"
+
+
+def test_exit_texts_of_single_harnesses() -> None:
+    aider = registry.find("aider")
+    assert aider.classify_exit(0, "litellm.AuthenticationError: no").kind == "harness_error"
+    assert aider.classify_exit(0, "litellm.ContextWindowExceededError").kind == "budget_exhausted"
+    claude = registry.find("claude_code")
+    assert claude.classify_exit(0, '{"is_error":true,"result":"API Error: 500"}').kind == "harness_error"
+    assert claude.classify_exit(1, '{"is_error":true,"result":"Prompt is too long"}').kind == "budget_exhausted"
+    assert claude.classify_exit(1, '{"subtype":"error_max_turns","is_error":true}').kind == "budget_exhausted"
+    assert claude.classify_exit(0, "{broken").kind == "finished"
+    assert registry.find("gemini_cli").classify_exit(53, "").kind == "budget_exhausted"
+    assert registry.find("mini_swe_agent").classify_exit(0, "Exit: LimitsExceeded").kind == "budget_exhausted"
+
+
+def test_names_classes_and_typing_errors() -> None:
+    assert len(HEAVY) == 9
+    with pytest.raises(ConfigError, match="known: aider, claude_code, codex, command"):
+        registry.find("claude")
+    assert isinstance(registry.find("polar_gateway.harnesses.pi:Pi"), Harness)
+    for name, text in ((":", "cannot load"), ("json:loads", "isn't a Harness"), ("no.such:Thing", "cannot load")):
+        with pytest.raises(ConfigError, match=text):
+            registry.find(name)
+
+
+def test_command_takes_a_program_or_a_script() -> None:
+    assert launch("command", args={"argv": ["python3", "x y"]}).argv == ("python3", "x y")
+    scripted = registry.find("command").launch(replace(CONTEXT, args={"script": "echo $POLAR_MODEL"}))
+    assert scripted.argv == ("/bin/sh", "/home/agent/.polar/script.sh")
+    assert scripted.files["/home/agent/.polar/script.sh"] == "echo $POLAR_MODEL"
+    env = scripted.env
+    assert env["OPENAI_BASE_URL"] == f"{BASE}/v1" and env["ANTHROPIC_BASE_URL"] == env["GOOGLE_GEMINI_BASE_URL"] == BASE
+    assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == env["GEMINI_API_KEY"] == "KEY"
+    assert env["POLAR_INSTRUCTION"] == "Fix the bug" and scripted.stdin == b"Fix the bug"
+    long = registry.find("command").launch(replace(CONTEXT, instruction="x" * 200_000, args={"argv": ["a"]}))
+    assert "POLAR_INSTRUCTION" not in long.env and len(long.files[long.env["POLAR_INSTRUCTION_FILE"]]) == 200_000
+    for bad in ({}, {"argv": ["a"], "script": "b"}, {"argv": "a"}, {"script": 1}, {"argv": ["a"], "env": {"A": 1}}):
+        with pytest.raises(ConfigError, match=r"harness\.args"):
+            registry.find("command").launch(replace(CONTEXT, args=bad))
+
+
+_MCP = {"files": {"command": "srv", "args": ["-x", 'q"uote'], "env": {"A": "b"}}, "web.site": {"url": "http://h/mcp"}}
+
+
+def test_mcp_servers_reach_each_harness_in_its_own_form() -> None:
+    claude = launch("claude_code", args={"mcp_servers": _MCP})
+    assert json.loads(claude.files["/home/agent/.polar/mcp.json"]) == {"mcpServers": _MCP}
+    assert "--mcp-config" in claude.argv
+    codex = tomllib.loads(launch("codex", args={"mcp_servers": _MCP}).files["/home/agent/.codex/config.toml"])
+    assert codex["mcp_servers"] == _MCP
+    assert codex["model_providers"]["polar"]["base_url"] == f"{BASE}/v1"
+    assert codex["features"] == {"plugins": False, "apps": False}
+    for name, path in (("qwen_code", ".qwen/settings.json"), ("gemini_cli", ".gemini/settings.json")):
+        settings = json.loads(launch(name, args={"mcp_servers": _MCP}).files[f"/home/agent/{path}"])
+        assert settings["mcpServers"] == _MCP
+    config = launch("opencode", args={"mcp_servers": _MCP}).files["/home/agent/.config/opencode/opencode.json"]
+    assert json.loads(config)["mcp"]["files"]["command"] == ["srv", "-x", 'q"uote']
+    assert json.loads(config)["mcp"]["web.site"]["type"] == "remote"
+
+
+@pytest.mark.parametrize(
+    ("api", "name", "url"),
+    [
+        ("openai-chat", "openai-completions", "/v1"),
+        ("openai-responses", "openai-responses", "/v1"),
+        ("anthropic", "anthropic-messages", ""),
+        ("google", "google-generative-ai", "/v1beta"),
+    ],
+)
+def test_pi_has_four_apis(api: str, name: str, url: str) -> None:
+    made = launch("pi", args={"api": api, "tools": ["read", "bash"], "skills": ["/workspace/s"]})
+    provider = json.loads(made.files["/home/agent/.pi/agent/models.json"])["providers"]["polar"]
+    assert (provider["api"], provider["baseUrl"]) == (name, BASE + url)
+    assert provider["models"][0]["contextWindow"] == 12345 and provider["models"][0]["maxTokens"] == 678
+    assert "read,bash" in made.argv and "/workspace/s" in made.argv
+    with pytest.raises(ConfigError, match="must be one of openai-chat"):
+        launch("pi", args={"api": "smtp"})
+
+
+class Broken(Harness):
+    """Can't be installed."""
+
+    name = "broken"
+    version = "1"
+    recipe = Recipe("npm", ("./no-such-directory",), probe="node_modules/x")
+
+    def launch(self, ctx: LaunchContext) -> Launch:
+        return Launch(("x",))
+
+
+class Hollow(Broken):
+    """Installs, but not what it promised."""
+
+    name = "hollow"
+    recipe = Recipe("npm", (), probe="node_modules/x")
+
+
+def test_a_failed_installation_leaves_nothing_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="no-such-directory"):
+        toolchain.ensure(Broken(), tmp_path)
+    with pytest.raises(HarnessError, match="hold no node_modules/x"):
+        toolchain.ensure(Hollow(), tmp_path)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def test_toolchains_are_named_by_their_content(tmp_path: Path) -> None:
+    paths = {toolchain.path_of(registry.find(name), tmp_path) for name in HEAVY}
+    assert len(paths) == len(HEAVY)
+    pi = registry.find("pi")
+    place = toolchain.path_of(pi, tmp_path)
+    assert place.name.startswith("pi-0.73.1-") and place == toolchain.path_of(pi, tmp_path)
+
+    class Newer(type(pi)):  # type: ignore[misc]
+        version = "9"
+        recipe = Recipe("npm", ("pi@9",), node=(20, 6))
+
+    assert toolchain.path_of(Newer(), tmp_path) != place
+    assert toolchain.ensure(registry.find("command"), tmp_path) is None
+    assert toolchain.mounts(None) == ()
+    place.mkdir(parents=True)
+    (place / "polar.json").write_text("{}")
+    assert toolchain.ensure(pi, tmp_path) == place
+    assert [(m.source, m.target) for m in toolchain.mounts(place)] == [(place, "/polar/harness")]
