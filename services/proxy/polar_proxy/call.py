@@ -27,12 +27,11 @@ from .engines.pool import Replica
 from .exchange import Exchange
 from .metrics import METRICS
 from .publish import Publisher, Reason
+from .refusal import stream_headers, tell
 from .sample import Sample, Sampling
 from .sessions import Session
 
-__all__ = ["SSE", "Call", "Choice", "new_choice"]
-
-SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+__all__ = ["Call", "Choice", "new_choice"]
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +67,8 @@ class Call:
     interrupted: Reason | None = None
     policy_seq: int = 0
     committing: bool = False
+    encoder: Encoder | None = None
+    """Of the stream that has been begun: an error in it goes on with its numbers and ids."""
 
     # -- from outside
 
@@ -126,8 +127,8 @@ class Call:
 
     async def _streamed(self) -> None:
         minted = [Minted(c.live.completion, int(self.started)) for c in self.choices]
-        encoder = self.dialect.encoder(self.plan.request, minted)
-        outlet = _Outlet(self.exchange)
+        encoder = self.encoder = self.dialect.encoder(self.plan.request, minted)
+        outlet = _Outlet(self.exchange, stream_headers(self.plan.request))
         usage = Usage(len(self.plan.prompt))
         opened = False
         async with aclosing(self._chunks()) as chunks:
@@ -304,13 +305,9 @@ class Call:
 
     async def _tell(self, error: PolarError) -> None:
         """The error in the provider's shape: as a status while nothing was sent, else inside the stream."""
-        if not self.exchange.started:
-            status, headers, body = self.dialect.error(error)
-            await self.exchange.answer(status, headers, body)
-            return
         minted = [Minted(c.live.completion, int(self.started)) for c in self.choices]
-        frames = self.dialect.encoder(self.plan.request, minted).fail(error)
-        await self.exchange.send(b"".join(f.data for f in frames), more=False)
+        begun = self.encoder if self.exchange.started else None
+        await tell(self.exchange, self.dialect, error, self.plan.request, minted, begun)
 
     def _settle(self) -> None:
         for choice in self.choices:
@@ -328,8 +325,9 @@ async def _next(stream: AsyncIterator[Chunk]) -> Chunk:
 class _Outlet:
     """Frames towards the harness: they flow until the first actionable one, and from there on wait for `close`."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, headers: dict[str, str]) -> None:
         self._exchange = exchange
+        self._headers = headers
         self._held: list[bytes] = []
         self._holding = False
 
@@ -351,7 +349,7 @@ class _Outlet:
 
     async def _open(self) -> None:
         if not self._exchange.started:
-            await self._exchange.start(200, SSE)
+            await self._exchange.start(200, self._headers)
 
 
 def new_choice(plan: Plan, renderer: Renderer, used: SamplingUsed, salt: str, guide: bool) -> Choice:

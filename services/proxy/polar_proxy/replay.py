@@ -8,12 +8,12 @@ from dataclasses import replace
 from polar_proxy.dialects.base import ChatRequest, Dialect, Frame, Minted, Reply, Usage, events_of
 from polar_render.base import Renderer
 
-from .call import SSE
 from .capture import reply_of
 from .context.nodes import Node, SessionIndex
 from .context.retry import Earlier
 from .exchange import Exchange
 from .metrics import METRICS
+from .refusal import stream_headers
 from .sessions import Session
 
 __all__ = ["earlier", "replay"]
@@ -45,7 +45,7 @@ async def replay(
     METRICS.replayed.inc()
     replies = [reply_of(n, None, renderer, tokens=request.sampling.logprobs) for n in nodes]
     if request.stream:
-        await exchange.start(200, SSE)
+        await exchange.start(200, stream_headers(request))
         await exchange.send(_restreamed(dialect, request, nodes, replies), more=False)
     else:
         await exchange.answer(200, {"content-type": "application/json"}, dialect.encode(replies, request))

@@ -15,6 +15,7 @@ from polar_common.errors import EngineBusy, PolarError, RenderError, RequestErro
 from polar_common.events import EngineFacts
 from polar_common.keys import SessionKey
 from polar_proxy.dialects.base import ChatRequest, Dialect, Route, completion_of
+from polar_proxy.dialects.faults import fault
 from polar_render.base import Head, Renderer
 from polar_render.canonical import head_key
 from polar_render.messages import Image, Message, Text
@@ -28,6 +29,7 @@ from .engines.pool import Pool, Replica
 from .exchange import Exchange, Sweeper
 from .metrics import METRICS
 from .publish import Publisher
+from .refusal import tell
 from .replay import earlier, replay
 from .sampling import max_tokens, sampling_used
 from .seals import Seals
@@ -71,7 +73,8 @@ class ProxyService:
     @property
     def window(self) -> int:
         """Context window in tokens, 0 if unknown."""
-        windows = (self.settings.proxy_context_window, self.model_window, self.pool.window)
+        # An engine may be told to go beyond what its model's files say; what it reports is what it takes.
+        windows = (self.settings.proxy_context_window, self.pool.window or self.model_window)
         return min((w for w in windows if w), default=0)
 
     def sealed(self, session: str, attempt: int) -> None:
@@ -98,6 +101,8 @@ class ProxyService:
         try:
             self._open(key)
             request = await self._parse(dialect, route, headers, body)
+            if self.draining:
+                raise EngineBusy("the proxy is draining", 429, 1.0)
             session = await self.sessions.get(key)
             admit(session, self.settings, self._count)
             self._check(request)
@@ -119,8 +124,6 @@ class ProxyService:
             raise RequestError("the proxy isn't in touch with the log", status=503, kind="unavailable")
         if self.seals.sealed(key.session, key.attempt):
             raise RequestError("this session has ended", status=409, kind="conflict_error")
-        if self.draining:
-            raise EngineBusy("the proxy is draining", 429, 1.0)
 
     async def _parse(self, dialect: Dialect, route: Route, headers: Mapping[str, str], body: bytes) -> ChatRequest:
         if len(body) > self.settings.proxy_thread_bytes:
@@ -302,13 +305,13 @@ class ProxyService:
         self, exchange: Exchange, dialect: Dialect, key: SessionKey, session: Session | None,
         request: ChatRequest | None, error: PolarError,
     ) -> None:  # fmt: skip
-        status, headers, body = dialect.error(error)
+        status = fault(error).status
         reason = error.reason if isinstance(error, Refused) else _reason(error, status)
         METRICS.rejected.labels(reason).inc()
         if session is not None and request is not None and status in (429, 503):
             session.index.rejected[request.raw_hash] += 1
         if not exchange.started:
-            await exchange.answer(status, headers, body)
+            await tell(exchange, dialect, error, request)
         await self.publisher.rejected(key, session, dialect.name, status, reason, str(error))
 
     # -- other questions

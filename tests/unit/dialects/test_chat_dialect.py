@@ -289,6 +289,8 @@ def test_finish_reasons(finish: Any, wanted: bytes) -> None:
 def test_errors_in_mid_stream_and_keepalive() -> None:
     dialect, request = simple("openai_chat")
     encoder = dialect.encoder(request, [MINTED])
-    assert encoder.fail(EngineDown("gone"))[0].data.startswith(b'data: {"error":{"message":"gone"')
+    # Its official clients see nothing but the message, and agents decide by its words whether to try again.
+    assert encoder.fail(EngineDown("gone"))[0].data.startswith(b'data: {"error":{"message":"server error: gone"')
+    assert encoder.fail(RequestError("no"))[0].data.startswith(b'data: {"error":{"message":"no"')
     assert encoder.keepalive().startswith(b":")
     assert encoder.end(USAGE)[-1].data == b"data: [DONE]\n\n"

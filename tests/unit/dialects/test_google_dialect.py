@@ -278,4 +278,5 @@ def test_errors_name_the_field_and_streams_need_no_keepalive() -> None:
     assert body["error"]["details"][0]["fieldViolations"][0]["field"] == "contents[0].role"
     encoder = dialect.encoder(request, [MINTED])
     assert encoder.keepalive() == b""
-    assert encoder.fail(EngineDown("gone"))[0].data.startswith(b'data: {"error":{"code":502')
+    # Not a `data:` line: clients would take it for an answer without candidates, and the half answer for a whole one.
+    assert encoder.fail(EngineDown("gone"))[0].data.startswith(b'{"error":{"code":502')

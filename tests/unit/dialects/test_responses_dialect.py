@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from dialect_cases import CASES, Case, call, parse, reply, simple, sse, stream
+from dialect_cases import CASES, MINTED, USAGE, Case, call, parse, reply, simple, sse, stream
 
 from polar_common.errors import EngineBusy, EngineDown, EngineOverflow, RequestError
 from polar_proxy.dialects.base import ChatRequest, events_of
 from polar_proxy.dialects.openai_responses.request import HONOURED, NOT_FORWARDED
-from polar_render.base import TextDelta, ToolCallDelta, ToolCallStarted
+from polar_render.base import TextDelta, ToolCallDelta, ToolCallDone, ToolCallStarted
 from polar_render.messages import Image, Message, Text, Thinking, ToolCall, ToolSpec
 
 PATH = "/v1/responses"
@@ -310,3 +310,20 @@ def test_failures_have_codes(error: Any, code: str) -> None:
     assert data["response"]["output"] == []
     assert ("try again in 1s" in data["response"]["error"]["message"]) == (code == "rate_limit_exceeded")
     assert encoder.keepalive().startswith(b":")
+
+
+def test_a_stream_that_fails_after_a_finished_item_hands_out_nothing() -> None:
+    """`output_item.done` was held back, so the failed response doesn't hold the item either."""
+    dialect, request = simple("openai_responses")
+    encoder = dialect.encoder(request, [MINTED])
+    frames = encoder.start(USAGE) + encoder.feed(ToolCallStarted(0, "f")) + encoder.feed(ToolCallDelta(0, "{}"))
+    frames += encoder.feed(ToolCallDone(0, 2)) + encoder.feed(TextDelta("and"))
+    shown = [f for f in frames if not f.actionable] + encoder.fail(EngineDown("gone"))
+    numbers = [data["sequence_number"] for _, data in sse(shown)]
+    assert numbers == sorted(set(numbers))
+    assert sse(shown)[-1][1]["response"]["output"] == []
+
+
+@pytest.mark.parametrize(("originator", "there"), [("codex_exec", True), ("codex_cli_rs", True), ("pi", False)])
+def test_codex_is_told_apart_for_its_way_with_errors(originator: str, there: bool) -> None:
+    assert read(headers={"originator": originator}).hints.errors_in_stream is there

@@ -77,6 +77,8 @@ class Hints:
     previous_response: str = ""
     request_kind: str = ""
     context_edits: tuple[str, ...] = ()
+    errors_in_stream: bool = False
+    """This client gives up on a 429 and on an overflow told by status, and handles both inside a stream."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,4 +56,5 @@ def hints_from(
         previous_response=previous_response,
         request_kind=kind,
         context_edits=context_edits,
+        errors_in_stream=headers.get("originator", "").startswith("codex"),
     )

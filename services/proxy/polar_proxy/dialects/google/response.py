@@ -197,8 +197,11 @@ class GoogleEncoder:
         return frames
 
     def fail(self, error: PolarError) -> list[Frame]:
-        frame = self._chunk(error_body(fault(error)), actionable=True)
-        return [frame] if self._sse else [frame, Frame(b"]", actionable=True)]
+        body = error_body(fault(error))
+        if self._sse:
+            # Clients look for an error that stands by itself; one in a `data:` line they take for an empty answer.
+            return [Frame(body + b"\r\n", actionable=True)]
+        return [self._chunk(body, actionable=True), Frame(b"]", actionable=True)]
 
     def keepalive(self) -> bytes:
         """Nothing: clients take every line of this stream for data."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import orjson
 
@@ -178,7 +179,11 @@ class ChatEncoder:
         return frames
 
     def fail(self, error: PolarError) -> list[Frame]:
-        return [Frame(b"data: " + error_body(fault(error)) + b"\n\n", actionable=True)]
+        what = fault(error)
+        if what.status >= 500:
+            # In a stream clients see no status, and some nothing but the message, by which they decide to try again.
+            what = replace(what, message=f"server error: {what.message}")
+        return [Frame(b"data: " + error_body(what) + b"\n\n", actionable=True)]
 
     def keepalive(self) -> bytes:
         return b": keepalive\n\n"

@@ -163,7 +163,8 @@ class ResponsesEncoder:
         return [self._event(f"response.{self._status}", {"response": response}, actionable=True)]
 
     def fail(self, error: PolarError) -> list[Frame]:
-        response = response_json(self._request, self._minted, "failed", self._output, None)
+        # Finished items were held back: nothing of this answer may be acted upon.
+        response = response_json(self._request, self._minted, "failed", [], None)
         response["error"] = failure(fault(error))
         return [self._event("response.failed", {"response": response}, actionable=True)]
 

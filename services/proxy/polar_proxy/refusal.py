@@ -1,0 +1,50 @@
+"""How an error reaches a harness: as a status; inside a stream where one has begun, or where clients do better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from polar_common.errors import PolarError
+from polar_common.ids import new_id
+from polar_proxy.dialects.base import ChatRequest, Dialect, Encoder, Minted, Usage
+from polar_proxy.dialects.faults import fault
+
+from .exchange import Exchange
+
+__all__ = ["stream_headers", "tell"]
+
+_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_ARRAY = {"content-type": "application/json", "cache-control": "no-cache"}
+
+
+def stream_headers(request: ChatRequest) -> dict[str, str]:
+    """Of a streamed answer: events, or (Google without `alt=sse`) one JSON array."""
+    return _SSE if request.sse else _ARRAY
+
+
+async def tell(
+    exchange: Exchange, dialect: Dialect, error: PolarError, request: ChatRequest | None = None,
+    minted: Sequence[Minted] = (), begun: Encoder | None = None,
+) -> None:  # fmt: skip
+    """Answer with an error. `begun`: the encoder of the stream that was begun; the caller hasn't ended it.
+
+    Some clients give up on a status that they'd survive inside a stream: those get it there.
+    """
+    if begun is not None:
+        await exchange.send(b"".join(f.data for f in begun.fail(error)), more=False)
+    elif exchange.started:
+        await exchange.send(b"", more=False)
+    elif request is not None and request.stream and _survives(request, error):
+        encoder = dialect.encoder(request, minted or [Minted(new_id(), int(time.time()))])
+        await exchange.start(200, stream_headers(request))
+        frames = [*encoder.start(Usage()), *encoder.fail(error)]
+        await exchange.send(b"".join(f.data for f in frames), more=False)
+    else:
+        status, headers, body = dialect.error(error)
+        await exchange.answer(status, headers, body)
+
+
+def _survives(request: ChatRequest, error: PolarError) -> bool:
+    what = fault(error)
+    return request.hints.errors_in_stream and (what.overflow or what.status == 429)
