@@ -1,7 +1,8 @@
 """An engine that follows a script instead of sampling: the same wire, real token ids, made-up log-probs. No torch.
 
-It stands where a model would be in way: for smoke runs of harnesses, load and crash tests. It journals what it was
-asked and what it said, so that a test can count on its own; and it fails on demand, by call number.
+It stands where a model would be in the way: for smoke runs of harnesses, load and crash tests. It journals what it was
+asked and what it said, so that a test can count on its own; and it fails on demand, by call number: of all calls, or
+(script flag `orders`) of those of a job that the prompt names.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import orjson
@@ -24,7 +26,7 @@ from polar_engine.host import EngineHost, Running, text_stream
 from polar_engine.models import ModelDir
 from polar_engine.requests import GenerateRequest, Served
 from polar_engine.sampling import Sampled, Sampler
-from polar_engine.script import Script, parse_script
+from polar_engine.script import Orders, Script, parse_faults, parse_script
 from polar_engine.settings import EngineSettings
 
 __all__ = ["ScriptedScheduler", "load_scripted"]
@@ -130,8 +132,9 @@ class ScriptedScheduler:
                 self._aborted.discard(call.request_id)
 
     def _choice(self, call: Call, index: int) -> None:
-        prompt = self._tokenizer.decode(list(call.prompt), skip_special_tokens=False)
-        ids = self._ids(self._script.answer(prompt), call, index)
+        prompt = self.text_of(call.prompt)
+        script = self._script.ordered(self._script.orders(prompt))
+        ids = self._ids(script.answer(prompt), call, index, split=self._split or "split" in script.flags)
         choice: Choice[Any] = Choice(
             call,
             index,
@@ -164,9 +167,20 @@ class ScriptedScheduler:
         )
         choice.deliver(finish)
 
-    def _ids(self, text: str, call: Call, index: int) -> list[int]:
+    def text_of(self, ids: Sequence[int]) -> str:
+        """A prompt as text, control tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def orders(self, prompt: Sequence[int]) -> Orders:
+        """What the prompt asks of the engine itself; orders that make no sense come up when it is answered."""
+        try:
+            return self._script.orders(self.text_of(prompt)) if "orders" in self._script.flags else Orders()
+        except ValueError:
+            return Orders()
+
+    def _ids(self, text: str, call: Call, index: int, *, split: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if self._split:
+        if split:
             rng = random.Random(f"{len(call.prompt)}/{index}/{text}")
             ids = [piece for i in ids for piece in self._splitted(i, rng)]
         return [*ids, min(self._ends)]
@@ -197,14 +211,20 @@ def _done(value: T) -> Future[T]:
 
 
 class ScriptedHost(EngineHost):
-    """Adds faults by call number: `500@2` fails the second call, `429@3` refuses the third, `cut@4` breaks off."""
+    """Adds faults by call number: `500@2` fails the second call, `429@3` refuses the third, `cut@4` breaks off.
 
+    A conversation's own faults count the calls of its job alone. Each fault is journaled with the call's id.
+    """
+
+    scripted: ScriptedScheduler
     faults: dict[int, str]
-    _calls = 0
+    calls: Counter[str]
+    """By job; "" holds those that name none."""
 
     def open(self, request: GenerateRequest) -> Running:
-        self._calls += 1
-        fault = self.faults.get(self._calls)
+        fault = self._fault(request)
+        if fault:
+            self.scripted.journal.write(request=request.request_id, fault=fault, at=time.time())
         if fault == "429":
             raise EngineBusy("scripted: busy", 429, 1.0)
         if fault == "500":
@@ -213,6 +233,11 @@ class ScriptedHost(EngineHost):
         if fault == "cut":
             _cut(running)
         return running
+
+    def _fault(self, request: GenerateRequest) -> str:
+        orders = self.scripted.orders(request.prompt)
+        self.calls[orders.job] += 1
+        return (orders.faults or self.faults).get(self.calls[orders.job], "")
 
 
 def _cut(running: Running) -> None:
@@ -235,17 +260,6 @@ def _cut(running: Running) -> None:
     running.put = broken  # type: ignore[method-assign]
 
 
-def parse_faults(text: str) -> dict[int, str]:
-    """`500@2,cut@5` → {2: "500", 5: "cut"}. Raises ConfigError."""
-    out = {}
-    for item in filter(None, text.split(",")):
-        kind, _, number = item.partition("@")
-        if kind not in ("429", "500", "cut") or not number.isdigit():
-            raise ConfigError(f"{item!r} is no fault; write 429@N, 500@N or cut@N", "faults")
-        out[int(number)] = kind
-    return out
-
-
 def load_scripted(settings: EngineSettings) -> EngineHost:
     """A host that follows `settings.script`, with the tokenizer of `settings.model`. Raises ConfigError."""
     from transformers import AutoTokenizer
@@ -253,15 +267,15 @@ def load_scripted(settings: EngineSettings) -> EngineHost:
     from polar_engine.models import ensure_model
 
     try:
-        script = parse_script(settings.script)
+        script, faults = parse_script(settings.script), parse_faults(settings.faults)
     except ValueError as error:
         raise ConfigError(str(error), "script") from error
     model: ModelDir = ensure_model(settings.model, settings.cache)
     tokenizer = AutoTokenizer.from_pretrained(str(model.path), local_files_only=True)
     ends = frozenset({int(tokenizer.eos_token_id)})
-    scheduler: Any = ScriptedScheduler(script, tokenizer.backend_tokenizer, settings, ends)
+    scheduler = ScriptedScheduler(script, tokenizer.backend_tokenizer, settings, ends)
     length = settings.max_model_len or 32768
     served = Served(settings.served_name or f"scripted-{model.name}", len(tokenizer), length)
-    host = ScriptedHost(settings, model, served, tokenizer, scheduler)
-    host.faults = parse_faults(settings.faults)
+    host = ScriptedHost(settings, model, served, tokenizer, cast(Any, scheduler))
+    host.scripted, host.faults, host.calls = scheduler, faults, Counter()
     return host
