@@ -94,7 +94,8 @@ def policy(segment: str, version: str, event: str, replica: str = "") -> str:
     return f"polar.events.{segment}.policy.{token(version)}{middle}.{event}"
 
 
-def trainer(segment: str, trainer: str, epoch: int, number: int, event: str) -> str:
+def trainer(segment: str, trainer: str, epoch: int | str, number: int | str, event: str) -> str:
+    """`*` for epoch or number makes it a pattern."""
     return f"polar.events.{segment}.trainer.{token(trainer)}.{epoch}.{number}.{event}"
 
 

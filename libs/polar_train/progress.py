@@ -13,9 +13,9 @@ from typing import Any
 from nats.js.api import DeliverPolicy
 from nats.js.errors import NotFoundError
 
+from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError
-from polar_common.ids import token
 from polar_common.topology import ConsumerSpec
 
 __all__ = ["Progress", "Step", "open_consumer"]
@@ -151,7 +151,7 @@ async def open_consumer(bus: Bus, spec: ConsumerSpec, progress: Progress, segmen
     Steps that the log knows and the checkpoint doesn't mean a return to an older one: a new epoch begins, so that their
     numbers can be used again.
     """
-    known = await bus.last(f"polar.events.{segment}.trainer.{token(progress.trainer)}.*.*.consumed")
+    known = await bus.last(subjects.trainer(segment, progress.trainer, "*", "*", "consumed"))
     if known is not None:
         epoch, step = (int(t) for t in known.subject.split(".")[5:7])
         if epoch > progress.epoch or step > progress.last_step:

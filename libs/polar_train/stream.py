@@ -22,7 +22,7 @@ from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.bus.pull import Pull
 from polar_common.errors import BlobError, BusError, ConfigError, TraceError, Unavailable
-from polar_common.events import ConsumedTrace, TaskAccepted, TrainerConsumed
+from polar_common.events import ConsumedTrace, TaskAccepted, TrainerConsumed, TrainerDemanded
 from polar_common.ids import FIRST_SEGMENT
 from polar_common.topology import TRACES, trainer_consumer
 from polar_common.traces import GroupTraces
@@ -145,6 +145,17 @@ class TraceStream:
             message = self._messages.pop(sequence, None)
             if message is not None:
                 await self.bus.reply(message, b"+ACK")
+
+    async def demand(self, groups: int, staleness: int) -> None:
+        """Tell admission how many groups are wanted in flight, and how many versions they may lag behind."""
+        name, epoch = self._progress.trainer, self._progress.epoch
+        last = await self.bus.last(subjects.trainer(self._segment, name, epoch, "*", "demanded"))
+        number = int(last.subject.split(".")[6]) + 1 if last is not None else 0
+        await self.bus.once(
+            TrainerDemanded(
+                segment=self._segment, trainer=name, epoch=epoch, number=number, groups=groups, staleness=staleness
+            )
+        )
 
     def _consumed(self, step: Step) -> TrainerConsumed:
         return TrainerConsumed(

@@ -27,7 +27,14 @@ E = 99
 
 
 async def close_group(
-    bus: Bus, name: str, rewards: list[float], *, versions: int = 0, deadline: bool = False, priority: int = 0
+    bus: Bus,
+    name: str,
+    rewards: list[float],
+    *,
+    versions: int = 0,
+    deadline: bool = False,
+    priority: int = 0,
+    accept: bool = True,
 ) -> str:
     """A task whose sessions ran, were built, and whose group is closed and projected. A reward of -1: not trainable."""
     task = task_id(FIRST_SEGMENT, "run", name)
@@ -38,7 +45,8 @@ async def close_group(
         SessionAccepted(run="run", task=task, session=s, attempt=0, index=i, work_class="local")
         for i, s in enumerate(sessions)
     ]
-    await bus.batch(accepted)
+    if accept:
+        await bus.batch(accepted)
     service = Reconstructor(bus, "live", BUILT_IN["exact"])
     members = []
     for index, reward in enumerate(rewards):
@@ -224,6 +232,24 @@ async def test_what_is_refused_is_dropped_with_its_reason(bus: Bus) -> None:
     await stream.saved(stream.state_dict())
     assert (await bus.js.consumer_info(TRACES, "trainer-t1")).num_ack_pending == 1
     await stream.close()
+
+
+async def test_the_oldest_task_comes_first_where_age_decides(bus: Bus) -> None:
+    old, young = (task_id(FIRST_SEGMENT, "run", name) for name in ("old", "young"))
+    spec = TaskSpec(id="old", instruction="x", harness=HarnessSpec(name="command"))
+    await bus.once(TaskAccepted(run="run", task=old, spec=spec, spec_hash="h", sessions=()))
+    for name in ("young", "old"):
+        await close_group(bus, name, [1.0, 0.0], accept=name == "young")
+    stream = TraceStream(bus, trainer="t1", run="run", accept=Acceptance(order="age"))
+    assert [g.task for g in await taken(stream, 2)] == [old, young]
+    await stream.close()
+
+
+async def test_demand_is_numbered_on_the_log(bus: Bus, stream: TraceStream) -> None:
+    await stream.demand(8, 2)
+    await stream.demand(4, 1)
+    found = await bus.read(f"POLAR_EVENTS_{FIRST_SEGMENT}", ["polar.events.*.trainer.t1.>"])
+    assert [(e.number, e.groups, e.staleness) for e in (m.event for m in found)] == [(0, 8, 2), (1, 4, 1)]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("order", "expected"), [("priority", "high low mid"), ("fifo", "low mid high")])

@@ -99,6 +99,9 @@ def build_session(
     if rules.adopted_partial == "train":
         calls, adopted = adopt(calls, cut)
         excluded = {name: reason for name, reason in excluded.items() if name not in adopted}
+    if rules.tokenizer_hash and any(c.engine.tokenizer_hash not in ("", rules.tokenizer_hash) for c in calls):
+        # Another tokenizer's text would only mislead.
+        decode = None
     view = _view(calls, cut, selection, rules, decode)
     chains, left = by_policy_version(_chains(rule or rule_named(rules.rule), view), view)
     drafts, short = long_enough((d for chain in chains for d in assemble(chain, view)), rules.min_action_tokens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import structlog
 from prometheus_client import Counter, Histogram
@@ -11,14 +12,16 @@ from prometheus_client import Counter, Histogram
 from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Stored
-from polar_common.errors import BlobError, Conflict, FromTheFuture, Poison, TraceError, Unavailable
+from polar_common.errors import BlobError, BusError, Conflict, FromTheFuture, Poison, TraceError, Unavailable
 from polar_common.events import BuildFailed, GroupClosed
 from polar_common.ids import segment_of
 from polar_common.packing import BlobRef
 from polar_common.traces import GroupTraces, TraceManifest
+from polar_render.vocabulary import Vocabulary
 
 from .build import Prepared, build_session, prepare
 from .calls import Wanted
+from .columns import Ids
 from .domain import Selection, select
 from .publish import Outgoing, outgoing, publish
 from .rules import RuleSet, rule_named
@@ -40,6 +43,7 @@ class Reconstructor:
         self.build = build
         self.rules = rules
         self._rule = rule_named(rules.rule)
+        self._decode = _decoder(rules)
         self._blobs: dict[str, Blobs] = {}
 
     async def on_ended(self, stored: Stored) -> None:
@@ -75,8 +79,15 @@ class Reconstructor:
             out = await self._build(selection)
             if not self.dry:
                 await publish(self.bus, self.blobs(session), out)
+        except (FromTheFuture, Unavailable):
+            raise
         except (TraceError, BlobError, Poison, Conflict) as error:
-            _unless_newer(error)
+            return await self._failed(session, selection, messages[-1], error)
+        except BusError:
+            raise
+        except Exception as error:
+            # The build is a pure function: trying again would fail again, and the group would wait for its deadline.
+            _log.exception("building failed", session=session)
             return await self._failed(session, selection, messages[-1], error)
         _sessions.labels("reconstructed").inc()
         return "reconstructed"
@@ -85,7 +96,7 @@ class Reconstructor:
         prepared = prepare(selection)
         bodies = await self.fetch(prepared)
         with _seconds.time():
-            built = build_session(prepared, bodies, self.rules, rule=self._rule)
+            built = build_session(prepared, bodies, self.rules, rule=self._rule, decode=self._decode)
         return outgoing(built, self.build)
 
     async def fetch(self, prepared: Prepared) -> Mapping[str, bytes]:
@@ -170,6 +181,13 @@ def _projection(event: GroupClosed, build: str, manifests: Mapping[str, TraceMan
         action_tokens=sum(sum(m.action_tokens) for m in counted),
         traces=sum(len(m.traces) for m in counted),
     )
+
+
+def _decoder(rules: RuleSet) -> Callable[[Ids], str] | None:
+    if not rules.tokenizer:
+        return None
+    vocabulary = Vocabulary.load(Path(rules.tokenizer))
+    return lambda ids: vocabulary.decode(ids.tolist())
 
 
 def decided(session: str, messages: Sequence[Stored]) -> bool:

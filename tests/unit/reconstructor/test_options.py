@@ -9,6 +9,7 @@ from reconstruction_kit import built, ids, masks, spans, trained
 from tests.scripted_sessions import Script
 
 from polar_common.errors import ConfigError, TraceError
+from polar_reconstructor.handlers import _decoder
 from polar_reconstructor.rules import BUILT_IN, Chain, Link, RuleSet, View, load, parse, rule_named
 
 E = 99
@@ -92,6 +93,38 @@ def test_rules_are_loaded_by_name_and_from_files(tmp_path: Path) -> None:
     assert load(str(path)) == RuleSet(name="mine", rule="per_request", side="train")
     with pytest.raises(ConfigError, match="no rule set and no file"):
         load("exactly")
+
+
+def tokenizer(directory: Path) -> Path:
+    """Byte-level pieces in which " Pantom" can be written in two ways."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["Ġ", "P", "a", "n", "t", "o", "m", "ĠP", "an", "ĠPan", "to", "tom", "ĠPant", "om"]
+    merges = [("Ġ", "P"), ("a", "n"), ("ĠP", "an"), ("t", "o"), ("to", "m"), ("o", "m"), ("ĠPan", "t")]
+    model = models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges)
+    made = Tokenizer(model)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def test_a_tokenizer_in_the_rules_tells_retokenised_from_edited_and_belongs_to_the_hash(tmp_path: Path) -> None:
+    """T01: " Pant" + "om" came back as " Pan" + "tom"."""
+    path = tmp_path / "r.yaml"
+    path.write_text(f"rule: prefix_merging\ntokenizer: {tokenizer(tmp_path)}\n")
+    rules = load(str(path))
+    assert rules.tokenizer_hash and rules.hash != BUILT_IN["prefix_merging"].hash
+    assert rules.hash == rules.model_copy(update={"tokenizer": "elsewhere", "name": "x"}).hash
+    engine = {"tokenizer_hash": rules.tokenizer_hash}
+    facts = {"context": "native", "chain_class": "native", "engine": engine}
+    for copy, told in (([9, 11], "retokenised"), ([9, 3], "edited")):
+        script = Script().call("c1", [1], [12, 13, E], **facts)
+        script.call("c2", [1, *copy, E, 5], [2, E], **facts).ended()
+        made = built(script, rules, decode=_decoder(rules))
+        assert spans(made)[1]["drift_class"] == told
+    path.write_text(f"rule: exact\ntokenizer: {tmp_path}\ntokenizer_hash: {'0' * 64}\n")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        load(str(path))
 
 
 class Backwards:

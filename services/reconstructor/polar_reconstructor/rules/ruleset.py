@@ -1,7 +1,7 @@
 """Rule sets: what decides how completions become traces, with a schema and a content hash.
 
-The hash covers everything but the name, so that a copy under another name gives the same trace ids. YAML files are read
-with `load`; built-in sets are named by `BUILT_IN`.
+The hash covers everything but names and places, so that a copy under another name gives the same trace ids. YAML files
+are read with `load`; built-in sets are named by `BUILT_IN`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from polar_common.errors import ConfigError
+from polar_render.vocabulary import Vocabulary
 
 __all__ = ["BUILT_IN", "RuleSet", "load", "parse"]
 
@@ -49,6 +50,11 @@ class RuleSet(BaseModel):
     """Cut answers whose finished items the harness went on with."""
     mixed_policy: Literal["keep", "split", "mask"] = "keep"
     """Chains sampled by several policy versions: as they are, one trace per version, or the newest version alone."""
+    tokenizer: str = ""
+    """Directory of the model's tokenizer: tells by text whether drift is the template's, another tokenisation or an
+    edit. Without it, the ids and what the proxy recorded decide."""
+    tokenizer_hash: str = ""
+    """Its fingerprint, filled in when a rule set is loaded: the path may change, the tokenizer may not."""
     end_of_turn: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """`prefix_merging`: end-of-turn ids, where the log's engine facts don't tell them."""
 
@@ -60,8 +66,8 @@ class RuleSet(BaseModel):
 
     @property
     def hash(self) -> str:
-        """sha256 over everything but the name."""
-        body = self.model_dump(mode="json", exclude={"name"}) | {"format": FORMAT}
+        """sha256 over everything but the name and the tokenizer's place."""
+        body = self.model_dump(mode="json", exclude={"name", "tokenizer"}) | {"format": FORMAT}
         return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -83,6 +89,15 @@ def parse(value: object, source: str = "rules") -> RuleSet:
         raise ConfigError(message, f"{source}: {where}") from error
 
 
+def _with_tokenizer(rules: RuleSet, source: str) -> RuleSet:
+    if not rules.tokenizer:
+        return rules
+    found = Vocabulary.load(Path(rules.tokenizer)).fingerprint
+    if rules.tokenizer_hash not in ("", found):
+        raise ConfigError(f"{rules.tokenizer} holds another tokenizer ({found[:12]})", f"{source}: tokenizer_hash")
+    return rules.model_copy(update={"tokenizer_hash": found})
+
+
 def load(name: str) -> RuleSet:
     """A built-in set by name, or a YAML file by path. Raises ConfigError."""
     if name in BUILT_IN:
@@ -96,4 +111,4 @@ def load(name: str) -> RuleSet:
         raise ConfigError(f"not readable as YAML: {error}", name) from error
     if isinstance(value, dict):
         value = {"name": path.stem[:64], **value}
-    return parse(value, name)
+    return _with_tokenizer(parse(value, name), name)
