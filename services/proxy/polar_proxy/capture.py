@@ -152,7 +152,7 @@ def _stable(
 def _for_log(plan: Plan, shared: int) -> Sequence[Message | Echo]:
     """The harness's messages; where it sent the continued answer back, a note of that."""
     parent = plan.parent
-    if parent is None or not shared <= parent.position < len(plan.request.messages):
+    if parent is None or plan.by == "adopted" or not shared <= parent.position < len(plan.request.messages):
         return plan.request.messages
     messages: list[Message | Echo] = list(plan.request.messages)
     messages[parent.position] = Echo(parent.completion)
@@ -176,7 +176,7 @@ def _node(
     answer, position = answer_of(request.messages, parts, prefill=request.prefill)
     own = tuple(request.messages[shared:])
     parent = plan.parent
-    if parent is not None and shared <= parent.position < len(request.messages):
+    if parent is not None and plan.by != "adopted" and shared <= parent.position < len(request.messages):
         # What was sampled, not its echo: later comparisons are with the original.
         at = parent.position - shared
         own = (*own[:at], parent.answer, *own[at + 1 :])

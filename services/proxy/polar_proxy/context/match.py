@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from polar_common.events.completion_captured import ChainClass, ParentBy
 from polar_proxy.dialects.base import ChatRequest, Hints, completion_of
-from polar_render.canonical import prefix_keys, same_thinking
-from polar_render.messages import Message, text_of
+from polar_render.canonical import canonical_key, prefix_keys, same_thinking
+from polar_render.messages import Message, Part, ToolCall, text_of
 
 from .nodes import Node, SessionIndex
 
-__all__ = ["Keys", "Match", "chain_class", "find", "keys_of", "minted_names", "names"]
+__all__ = ["Keys", "Match", "chain_class", "find", "first_calls", "keys_of", "minted_names", "names", "nearest"]
+
+_RECENT = 16
+"""Conversations that are compared where nothing is continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +39,16 @@ def keys_of(messages: Sequence[Message], head: bytes) -> Keys:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The call that is continued: its answer is message `position` of the request."""
+    """The call that is continued: its answer is message `position` of the request.
+
+    `calls`: the harness kept only so many of the answer's tool calls, those that had arrived when its stream broke.
+    """
 
     node: Node
     position: int
     by: ParentBy
     ambiguous: bool = False
+    calls: int | None = None
 
 
 def minted_names(message: Message) -> set[str]:
@@ -66,10 +73,12 @@ def find(index: SessionIndex, request: ChatRequest, keys: Keys) -> tuple[Match |
     """
     edited_thinking = False
     for position in range(len(request.messages) - 2, -1, -1):
+        echoed = request.messages[position]
         found = index.by_key.get(keys.at[position])
         if not found:
+            if echoed.tool_calls and (partial := _partial(index, echoed, keys, position)) is not None:
+                return partial, False
             continue
-        echoed = request.messages[position]
         named = minted_names(echoed)
         candidates = [n for n in found if not named or n.completion in named]
         kept = [n for n in candidates if thinking_kept(n, request.messages)]
@@ -77,6 +86,32 @@ def find(index: SessionIndex, request: ChatRequest, keys: Keys) -> tuple[Match |
         if kept:
             return _choose(kept, position, named, request.hints), False
     return None, edited_thinking
+
+
+def _partial(index: SessionIndex, echoed: Message, keys: Keys, position: int) -> Match | None:
+    """An answer of which the harness has the first calls only: its stream broke behind them."""
+    before = keys.at[position - 1] if position else keys.head
+    named = minted_names(echoed)
+    count = len(echoed.tool_calls)
+    for node in reversed(index.by_request.get(before, ())):
+        if node.completion not in named or count >= len(node.answer.tool_calls):
+            continue
+        if canonical_key(Message("assistant", first_calls(node.answer.parts, count))) == canonical_key(echoed):
+            return Match(node, position, "adopted", calls=count)
+    return None
+
+
+def first_calls(parts: Sequence[Part], count: int) -> tuple[Part, ...]:
+    """The parts up to and including the `count`-th tool call."""
+    kept: list[Part] = []
+    for part in parts:
+        if isinstance(part, ToolCall) and not count:
+            break
+        count -= isinstance(part, ToolCall)
+        kept.append(part)
+        if not count:
+            break
+    return tuple(kept)
 
 
 def thinking_kept(node: Node, messages: Sequence[Message]) -> bool:
@@ -136,19 +171,15 @@ def chain_class(index: SessionIndex, request: ChatRequest, keys: Keys, *, edited
     return "unknown_parent" if any(m.role == "assistant" for m in request.messages[:-1]) else "root"
 
 
-def _related(index: SessionIndex, messages: Sequence[Message]) -> ChainClass | None:
-    """`head_changed` where only the head differs, `edited` where our own answers reappear in a changed history."""
+def nearest(index: SessionIndex, messages: Sequence[Message]) -> tuple[Node | None, int]:
+    """The recent conversation that shares most messages with these from the beginning, and how many."""
     bare = prefix_keys(messages)
-    best = 0
-    for node in list(index.nodes.values()):
-        told = node.conversation()
-        if len(told) < len(messages) and prefix_keys(told)[-1] == bare[len(told) - 1]:
-            return "head_changed"
-        if any(m.role == "assistant" for m in messages):
-            best = max(best, _shared(prefix_keys(told), bare))
-    echoed = any(minted_names(m) & index.nodes.keys() for m in messages)
-    leading = sum(1 for m in messages if m.role in ("system", "developer"))
-    return "edited" if echoed or best > leading else None
+    best: tuple[Node | None, int] = (None, 0)
+    for node in [n for n in reversed(list(index.nodes.values())) if not n.extended][:_RECENT]:
+        shared = _shared(prefix_keys(node.conversation()), bare)
+        if shared > best[1]:
+            best = (node, shared)
+    return best
 
 
 def _shared(left: Sequence[bytes], right: Sequence[bytes]) -> int:
@@ -160,8 +191,19 @@ def _shared(left: Sequence[bytes], right: Sequence[bytes]) -> int:
     return count
 
 
+def _related(index: SessionIndex, messages: Sequence[Message]) -> ChainClass | None:
+    """`head_changed` where only the head differs, `edited` where our own answers reappear in a changed history."""
+    node, shared = nearest(index, messages)
+    if node is not None and node.position < shared < len(messages):
+        return "head_changed"
+    echoed = any(minted_names(m) & index.nodes.keys() for m in messages)
+    leading = sum(1 for m in messages if m.role in ("system", "developer"))
+    changed = shared > leading and any(m.role == "assistant" for m in messages)
+    return "edited" if echoed or changed else None
+
+
 def _summarised(index: SessionIndex, messages: Sequence[Message]) -> bool:
     """An earlier answer's text stands in a message that isn't the assistant's: a compacted history."""
-    texts = [t for n in list(index.nodes.values()) if len(t := text_of(n.answer).strip()) >= 40]
+    texts = [t for n in list(index.nodes.values())[-_RECENT:] if len(t := text_of(n.answer).strip()) >= 40]
     said = "\n".join(text_of(m) for m in messages if m.role != "assistant")
     return any(t in said for t in texts)

@@ -99,6 +99,7 @@ class SessionIndex:
 
     nodes: dict[str, Node] = field(default_factory=dict)
     by_key: dict[bytes, list[Node]] = field(default_factory=dict)
+    by_request: dict[bytes, list[Node]] = field(default_factory=dict)
     by_hash: dict[str, list[Node]] = field(default_factory=dict)
     live: dict[str, Live] = field(default_factory=dict)
     aborted: Counter[str] = field(default_factory=Counter)
@@ -123,6 +124,7 @@ class SessionIndex:
             return
         self.nodes[node.completion] = node
         self.by_key.setdefault(node.key, []).append(node)
+        self.by_request.setdefault(node.request_key, []).append(node)
         self.by_hash.setdefault(node.request_hash, []).append(node)
         self.heads.setdefault(node.head, node.completion)
         self.aborted.pop(node.request_hash, None)

@@ -11,11 +11,11 @@ from polar_common.errors import RenderError
 from polar_common.events.completion_captured import ChainClass, ParentBy
 from polar_proxy.dialects.base import ChatRequest
 from polar_proxy.engines.base import NativePrompt
-from polar_render.base import Head, Renderer
+from polar_render.base import Head, Renderer, ToolCallDone
 from polar_render.messages import Message
 from polar_render.records import Ids
 
-from .match import Keys, Match, chain_class, find, keys_of
+from .match import Keys, Match, chain_class, find, keys_of, nearest
 from .nodes import Node, SessionIndex
 
 __all__ = ["Plan", "head_of", "plan", "plan_native"]
@@ -73,7 +73,7 @@ def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: He
     else:
         chain = chain_class(index, request, keys, edited_thinking=edited)
     ids = renderer.render(request.messages, head, prefill=request.prefill)
-    base, shared = _relative(index, keys, match)
+    base, shared = _relative(index, keys, match, request.messages)
     tokens = len(ids) - len(renderer.render(request.messages[:-1], head)) if request.prefill else 0
     return Plan(
         request, head, keys, _ids(ids), chain=chain, additions=header, base=base, shared=shared,
@@ -91,7 +91,7 @@ def plan_native(
     """
     keys = keys_of(request.messages, key)
     match, _ = find(index, request, keys)
-    base, shared = _relative(index, keys, match)
+    base, shared = _relative(index, keys, match, request.messages)
     try:
         ids = renderer.render(request.messages, head, prefill=request.prefill)
     except RenderError:
@@ -118,17 +118,25 @@ def _continued(
     tail = _tail(renderer, history, answer, new, head, request.prefill)
     if tail is None:
         return None, "bridge_refused"
-    close: tuple[int, ...] = () if node.closed else renderer.close_ids
-    if not node.closed and not close:
+    context, closed = node.link.context, node.closed
+    if match.calls is not None:
+        end = _end_of_call(node, renderer, head, match.calls)
+        if end is None:
+            return None, "edited"
+        context, closed = context[: node.sampled_from + end], False
+    close: tuple[int, ...] = () if closed else renderer.close_ids
+    if not closed and not close:
         return None, "bridge_refused"
     added = dict.fromkeys((*node.additions, *header))
     if close:
         added["synthesised_close"] = None
+    if match.calls is not None:
+        added["adopted_partial"] = None
     if node.finish == "stop_string":
         added["kept_stop_string"] = None
     if dropped_thinking:
         added["kept_thinking"] = None
-    prompt = np.concatenate((node.link.context, _ids((*close, *tail))))
+    prompt = np.concatenate((context, _ids((*close, *tail))))
     tokens = 0
     if request.prefill:
         bare = _tail(renderer, history, answer, new[:-1], head, False)
@@ -137,6 +145,12 @@ def _continued(
         request, head, keys, prompt, parent=node, by=match.by, ambiguous=match.ambiguous, chain="continued",
         additions=tuple(added), base=node, shared=min(node.size, node.position), prefill_tokens=max(0, tokens),
     ), "continued"  # fmt: skip
+
+
+def _end_of_call(node: Node, renderer: Renderer, head: Head, count: int) -> int | None:
+    """Sampled ids up to and including the `count`-th call of an answer."""
+    events = renderer.parser(head).feed(node.link.context[node.sampled_from :].tolist())
+    return next((e.end for e in events if isinstance(e, ToolCallDone) and e.index == count - 1), None)
 
 
 def _tail(
@@ -157,12 +171,14 @@ def _dropped_thinking(node: Node, messages: Sequence[Message]) -> bool:
     return False
 
 
-def _relative(index: SessionIndex, keys: Keys, match: Match | None) -> tuple[Node | None, int]:
-    """A call to which the log can refer where none is continued: the same request, or the continued one's messages."""
+def _relative(
+    index: SessionIndex, keys: Keys, match: Match | None, messages: Sequence[Message]
+) -> tuple[Node | None, int]:
+    """A call to which the log can refer where none is continued: one with the same messages, or some of them."""
     if match is not None:
         return match.node, min(match.node.size, match.node.position)
     last = keys.at[-1] if keys.at else keys.head
-    for node in reversed(list(index.nodes.values())):
-        if node.request_key == last:
-            return node, node.size
-    return None, 0
+    if same := index.by_request.get(last):
+        return same[0], same[0].size
+    node, shared = nearest(index, messages)
+    return node, min(shared, node.size) if node is not None else 0
