@@ -122,7 +122,7 @@ def test_a_tokenizer_in_the_rules_tells_retokenised_from_edited_and_belongs_to_t
         script.call("c2", [1, *copy, E, 5], [2, E], **facts).ended()
         made = built(script, rules, decode=_decoder(rules))
         assert spans(made)[1]["drift_class"] == told
-    path.write_text(f"rule: exact\ntokenizer: {tmp_path}\ntokenizer_hash: {'0' * 64}\n")
+    path.write_text(f"rule: exact\ntokenizer: {tmp_path}\ntokenizer_hash: {'a' * 64}\n")
     with pytest.raises(ConfigError, match="another tokenizer"):
         load(str(path))
 
