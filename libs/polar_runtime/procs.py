@@ -9,7 +9,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessId", "Usage", "boot_id", "command_line", "kill_namespace", "kill_tree", "labelled", "tree", "usage"]
+__all__ = [
+    "ProcessId",
+    "Usage",
+    "boot_id",
+    "command_line",
+    "kill_namespace",
+    "kill_tree",
+    "labelled",
+    "tree",
+    "usage",
+    "written",
+]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -100,6 +111,17 @@ def labelled(variable: bytes) -> list[int]:
                 if variable in file.read().split(b"\0"):
                     found.append(int(entry))
     return found
+
+
+def written(pids: list[int]) -> int | None:
+    """Bytes that the processes, and their children that have ended, have written so far; None where it isn't told."""
+    total, told = 0, False
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{pid}/io").read_bytes().split()
+            total += int(fields[3]) + int(fields[11])
+            told = True
+    return total if told else None
 
 
 def command_line(pid: int) -> bytes:

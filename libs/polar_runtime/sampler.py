@@ -16,6 +16,7 @@ from polar_runtime.cgroup import Cgroup
 __all__ = ["Sampler", "Watched", "disk_usage"]
 
 _FIRST_S, _SLOWEST_S = 0.1, 2.0
+_WORTH_A_LOOK = 1 << 20
 _DISK_EVERY = 20.0  # a look at the disk may take this fraction of the time at most
 
 
@@ -45,6 +46,7 @@ class Sampler:
         self._group = group
         self._disk = disk
         self._disk_due = time.monotonic() + 1.0
+        self._written = 0
 
     async def run(self) -> None:
         """Sample, first often, then ever less often down to every two seconds; every 0.25 s without a control group."""
@@ -52,27 +54,37 @@ class Sampler:
         while not self.exhausted:
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, _SLOWEST_S if self._group else 0.25)
-            self._look()
-            if not self.exhausted and time.monotonic() >= self._disk_due:
+            pids = self._look()
+            if not self.exhausted and time.monotonic() >= self._disk_due and self._has_written(pids):
                 await self._look_at_disk()
         await self._watched.kill()
 
-    def _look(self) -> None:
+    def _look(self) -> list[int]:
         if self._group:
-            self.peak_procs = max(self.peak_procs, len(self._group.pids()), self._group.peak_pids())
+            pids = self._group.pids()
+            self.peak_procs = max(self.peak_procs, len(pids), self._group.peak_pids())
             self.peak_rss = max(self.peak_rss, self._group.peak_memory())
             self.cpu_s = max(self.cpu_s, self._group.cpu_s())
-            return
+            return pids
         pids = self._watched.members(self._limits.pids)
         self.peak_procs = max(self.peak_procs, len(pids))
         if len(pids) > self._limits.pids:
             self.exhausted = "pids"
-            return
+            return pids
         now = procs.usage(pids)
         self.peak_rss = max(self.peak_rss, now.rss)
         self.cpu_s = max(self.cpu_s, now.cpu_s)
         if now.rss > self._limits.memory_mb << 20:
             self.exhausted = "memory"
+        return pids
+
+    def _has_written(self, pids: list[int]) -> bool:
+        """Whether a look at the disk could tell anything new: a thousand idle sessions can't all run `du` for ever."""
+        written = procs.written(pids)
+        if written is not None and abs(written - self._written) < _WORTH_A_LOOK:
+            return False
+        self._written = written or 0
+        return True
 
     async def _look_at_disk(self) -> None:
         began = time.monotonic()

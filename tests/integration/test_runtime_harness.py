@@ -169,3 +169,18 @@ async def test_clis_run_in_an_image_that_has_none_of_what_they_need(name: str, t
     assert result.exit_code == 0, result.output_tail
     assert files["./hello.txt"] == b"hi\n"
     assert {c.key for c in model.calls} == {KEY}
+
+
+@pytest.mark.parametrize("name", ["pi", "claude_code", "codex"])
+async def test_a_model_that_always_fails_is_an_error_after_the_retries_allowed(name: str, tmp_path: Path) -> None:
+    model = Scripted(tmp_path / "proxy" / "proxy.sock", status=500)
+    server = await model.serve()
+    harness = registry.find(name)
+    _, result, files = await run(harness, model, tmp_path)
+    server.close()
+    assert not result.timed_out
+    ended = harness.classify_exit(result.exit_code, result.output_tail)
+    assert ended.kind == "harness_error", (result.exit_code, result.output_tail)
+    assert ended.reason
+    assert 1 <= len(model.calls) <= 8
+    assert files == {}

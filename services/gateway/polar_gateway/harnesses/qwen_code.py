@@ -13,7 +13,8 @@ _CLI = f"node_modules/{_PACKAGE}/cli.js"
 class QwenCode(Harness):
     """Arguments: `mcp_servers`, `options`. Telemetry and updates are off by settings; every tool call is allowed.
 
-    Without a finish reason in a stream it gives up after five tries; on 429 it goes on for more than a minute.
+    Without a finish reason in a stream it gives up after five tries; on 429 and 500 it goes on for more than a
+    minute, for around the retries that can be set there are seven tries that can't.
     """
 
     name = "qwen_code"
