@@ -52,7 +52,7 @@ class Talk:
         versions: Sequence[tuple[str, int]] | None = None,
         **facts: Any,
     ) -> list[int]:
-        """The sampled ids. `alter`: index → what is added to its recorded log-prob. `versions` overrides the engine's."""
+        """The sampled ids. `alter`: index → what is added to its log-prob. `versions` overrides the engine's."""
         asked = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **(sampling or {})}
         seed = self.index * 1000 + len(self.sampled)
         choice = self.client.generate(list(prompt), max_tokens=tokens, seed=seed, **asked)["choices"][0]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
+from click.testing import Result
 from fidelity_kit import Talk, loaded, random_ids, republish, traces
 from local_engine_kit import EngineClient
+from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 from polar_common.bus import Bus
+from polar_common.cli.main import app
+from polar_common.errors import ConfigError
 from polar_common.events import PolicyPublished
 from polar_common.nats_server import NatsServer
 from polar_common.packing import pack
@@ -285,20 +287,27 @@ async def test_first_weights_are_known_by_their_hash(client: EngineClient, bus: 
     assert gone.unmeasured == {"weights_gone": 1}
 
 
-async def test_the_command(client: EngineClient, bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_the_command(
+    client: EngineClient, bus: Bus, nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await conversation(client, bus, 1)
     await drifting(client, bus, 2)
+    monkeypatch.setenv("POLAR_NATS", nats_server.url)
+    monkeypatch.setenv("POLAR_DATA", str(tmp_path))
 
-    def polar(*args: str) -> subprocess.CompletedProcess[str]:
-        env = os.environ | {"POLAR_NATS": nats_server.url, "OMP_NUM_THREADS": "1", "POLAR_DATA": str(tmp_path)}
-        command = [sys.executable, "-c", "from polar_common.cli import main; main()", "fidelity", *args]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=100)
+    async def polar(*args: str) -> Result:
+        # The command runs a loop of its own.
+        return await asyncio.to_thread(CliRunner().invoke, app, ["fidelity", *args])
 
-    one = polar("--model", "tiny", "--build", "apart", "--strict", "--json")
-    assert one.returncode == 0, one.stderr
+    one = await polar("--model", "tiny", "--build", "apart", "--strict", "--json")
+    assert one.exit_code == 0, one.output
     found = orjson.loads(one.stdout)
     assert found["in_scope"]["share"] == 1.0 and found["contexts"]["exact"]["spans"] == 2
-    all_of_them = polar("--model", str(TINY), "--strict", "--sample", "0")
-    assert all_of_them.returncode == 1
-    assert "in scope: 5 of 6 spans" in all_of_them.stdout and "drifted/retokenised" in all_of_them.stdout
-    assert polar("--model", "nowhere").returncode == 2
+    assert [w["context"] for w in found["worst"]] == ["exact"] * 5 and found["versions"] == {"v0": str(TINY)}
+    both = await polar("--model", str(TINY), "--strict", "--sample", "0")
+    assert both.exit_code == 1
+    assert "5 of 6 spans (83.33%)" in both.stdout and "drifted/retokenised" in both.stdout
+    empty = await polar("--build", "nowhere", "--strict", "--worst", "0")
+    assert empty.exit_code == 1 and "nothing is in scope" in empty.stdout
+    unknown = await polar("--model", "nowhere")
+    assert isinstance(unknown.exception, ConfigError)

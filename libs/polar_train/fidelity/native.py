@@ -1,8 +1,8 @@
 """The deployment gap: how often a plain engine would have shown the model other prompt ids than it really saw.
 
 Plain means: no memory of what was sampled. Every call's messages, as the harness sent them, are rendered in full with
-the model's format, past answers from their text (`rendering.py`). What a harness echoed canonically stands in the log
-as a reference to the answer; it counts as echoed in full, thinking included. Needs no torch.
+the model's format, past answers from their text (`rendering.py`). Where the harness sent an answer back, the log has a
+reference to it; it counts as sent back in full, but for thinking that the log says was left out. Needs no torch.
 """
 
 from __future__ import annotations

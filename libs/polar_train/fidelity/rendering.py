@@ -75,8 +75,23 @@ def messages_of(item: ResolvedCompletion, found: Mapping[str, ResolvedCompletion
         answered = found.get(message.completion)
         if answered is None:
             raise TraceError(f"{item.completion} echoes {message.completion}, which isn't in its attempt")
-        out.append(_named(_answer(answered, found, renderer), said[place + 1 :]))
+        answer = _answer(answered, found, renderer)
+        if _left_out(message, item, found):
+            answer = replace(answer, parts=tuple(p for p in answer.parts if not isinstance(p, Thinking)))
+        out.append(_named(answer, said[place + 1 :]))
     return out
+
+
+def _left_out(echo: Echo, item: ResolvedCompletion, found: Mapping[str, ResolvedCompletion]) -> bool:
+    """Whether the harness sent an answer back without its thinking.
+
+    The call that first had it in its messages says so, for itself and the calls before it: a harness that leaves
+    thinking out once is taken to do so from then on.
+    """
+    for other in (item, *found.values()):
+        if echo in other.own_messages:
+            return "kept_thinking" in other.event.additions
+    return False
 
 
 def _answer(item: ResolvedCompletion, found: Mapping[str, ResolvedCompletion], renderer: Renderer) -> Message:
