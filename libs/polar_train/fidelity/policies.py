@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlparse
+from urllib.parse import unquote, urlparse
 
 import orjson
 
@@ -76,7 +76,7 @@ class Policies:
         url = urlparse(event.weights)
         if url.scheme not in ("", "file"):
             return Place(None, "weights_remote")
-        path = Path(url.path if url.scheme else event.weights)
+        path = Path(unquote(url.path) if url.scheme else event.weights)
         if not is_model(path):
             return Place(None, "weights_gone")
         if event.weights_hash and self._hash(path) != event.weights_hash:
