@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -104,7 +105,8 @@ async def disk_usage(directories: Sequence[Path]) -> int:
     try:
         out, _ = await process.communicate()
     except asyncio.CancelledError:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
         await process.wait()
         raise
     return sum(int(line.split(b"\t", 1)[0]) for line in out.splitlines() if line[:1].isdigit()) << 10
