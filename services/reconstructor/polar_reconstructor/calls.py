@@ -19,9 +19,6 @@ from polar_common.events import (
     CompletionAborted,
     CompletionCaptured,
     EngineFacts,
-    HeadRef,
-    MessagesRef,
-    PromptRef,
     decode,
     encode,
 )
@@ -172,7 +169,7 @@ class Call:
     @property
     def echoes(self) -> list[str]:
         """Completions whose answers the harness sent back in this call's new messages."""
-        return [str(m["echo"]) for m in self.doc["messages"]["new"] if "echo" in m]
+        return [str(m["echo"]) for m in self.doc["messages"].get("new", ()) if "echo" in m]
 
 
 @dataclass(slots=True, eq=False)
@@ -195,7 +192,8 @@ def document(body: bytes) -> Document:
     except orjson.JSONDecodeError as error:
         raise Poison(f"not JSON: {error}") from error
     if isinstance(value, dict) and value.get("schema_version") == _VERSIONS.get(str(value.get("kind"))):
-        return _complete(value)
+        # The proxy leaves out what is the default.
+        return _DEFAULTS[value["kind"]] | value
     newest: Document = orjson.loads(encode(decode(body)))
     return newest
 
@@ -209,18 +207,7 @@ def _defaults(model: type[BaseModel]) -> Document:
 
 
 _DEFAULTS = {"completion.captured": _defaults(CompletionCaptured), "completion.aborted": _defaults(CompletionAborted)}
-_PARTS = {name: _defaults(part) for name, part in (
-    ("prompt", PromptRef), ("head", HeadRef), ("messages", MessagesRef), ("engine", EngineFacts)
-)}  # fmt: skip
-
-
-def _complete(doc: Document) -> Document:
-    """With the defaults that the proxy leaves out."""
-    found = _DEFAULTS[doc["kind"]] | doc
-    for name, defaults in _PARTS.items():
-        if isinstance(part := found.get(name), dict):
-            found[name] = defaults | part
-    return found
+_ENGINE_DEFAULTS = _defaults(EngineFacts)
 
 
 def blobs_wanted(documents: Iterable[Document]) -> list[Wanted]:
@@ -255,9 +242,9 @@ def call(doc: Document, sequence: int, blobs: Mapping[str, bytes], engines: dict
         return Call(
             name,
             sequence,
-            prompt["base"],
-            tuple(prompt.get("via") or ()),
-            _count(prompt["shared"]),
+            prompt.get("base", ""),
+            tuple(prompt.get("via", ())),
+            _count(prompt.get("shared", 0)),
             ids(prompt["new"], blobs, name, "prompt"),
             _count(prompt["length"]),
             sampled,
@@ -335,7 +322,7 @@ def _find_non_finite(calls: list[Call]) -> None:
 
 
 def _tools(head: dict[str, Any], blobs: Mapping[str, bytes], name: str) -> bool | None:
-    body, blob = head["body"], head["blob"]
+    body, blob = head.get("body"), head.get("blob")
     if blob is not None:
         stored = blobs.get(str(blob["sha256"]))
         if stored is None:
@@ -354,7 +341,7 @@ def _check_nested(sampling: dict[str, Any], messages: dict[str, Any]) -> None:
     for key in ("temperature", "top_p", "top_k", "min_p"):
         if type(sampling[key]) not in _NUMBER:
             raise ValueError(f"sampling.{key} is {sampling[key]!r}")
-    if not all(type(m) is dict for m in messages["new"]):
+    if not all(type(m) is dict for m in messages.get("new", ())):
         raise ValueError("messages.new holds what is no message")
 
 
@@ -378,9 +365,10 @@ def _engine(facts: dict[str, Any], known: dict[bytes, Engine]) -> Engine:
     key = orjson.dumps(facts)
     found = known.get(key)
     if found is None:
+        told = _ENGINE_DEFAULTS | facts
         found = known[key] = Engine(
-            **{k: str(facts[k]) for k in _ENGINE_TEXT},
-            vocab_size=int(facts.get("vocab_size") or 0),
-            end_of_turn=tuple(facts.get("end_of_turn") or ()),
+            **{k: str(told[k]) for k in _ENGINE_TEXT},
+            vocab_size=int(told["vocab_size"]),
+            end_of_turn=tuple(told["end_of_turn"]),
         )
     return found
