@@ -18,6 +18,7 @@ from polar_common.ids import new_id
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_proxy.dialects.base import Dialect, Encoder, Frame, Minted, Reply, Usage
 from polar_render.base import AnswerEvent, Renderer
+from polar_render.messages import text_of
 
 from .capture import CallFacts, Captured, build, reply_of
 from .context.nodes import Live
@@ -25,9 +26,10 @@ from .context.prompt import Plan
 from .engines.base import Chunk, GenerateRequest
 from .engines.pool import Replica
 from .exchange import Exchange
+from .headers import stream_headers, whole_headers
 from .metrics import METRICS
 from .publish import Publisher, Reason
-from .refusal import stream_headers, tell
+from .refusal import tell
 from .sample import Sample, Sampling
 from .sessions import Session
 
@@ -122,13 +124,13 @@ class Call:
             choice.ttft = time.monotonic() - self.clock
         await self._commit()
         body = self.dialect.encode(self._replies(), self.plan.request)
-        await self.exchange.answer(200, {"content-type": "application/json"}, body)
+        await self.exchange.answer(200, whole_headers(self.choices[0].live.completion), body)
         await self._delivered()
 
     async def _streamed(self) -> None:
         minted = [Minted(c.live.completion, int(self.started)) for c in self.choices]
         encoder = self.encoder = self.dialect.encoder(self.plan.request, minted)
-        outlet = _Outlet(self.exchange, stream_headers(self.plan.request))
+        outlet = _Outlet(self.exchange, stream_headers(self.plan.request, minted[0].completion))
         usage = Usage(len(self.plan.prompt))
         opened = False
         async with aclosing(self._chunks()) as chunks:
@@ -360,4 +362,5 @@ def new_choice(plan: Plan, renderer: Renderer, used: SamplingUsed, salt: str, gu
         guide=plan.request.response_format if guide else None, native=plan.native,
     )  # fmt: skip
     live = Live(completion, plan.request.raw_hash)
-    return Choice(live, used, request, Sampling(renderer.parser(plan.head), used.stop))
+    begun = text_of(plan.request.messages[-1]) if plan.request.prefill else ""
+    return Choice(live, used, request, Sampling(renderer.parser(plan.head, prefill=begun), used.stop))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -11,16 +12,11 @@ from polar_proxy.dialects.base import ChatRequest, Dialect, Encoder, Minted, Usa
 from polar_proxy.dialects.faults import fault
 
 from .exchange import Exchange
+from .headers import stream_headers
 
-__all__ = ["stream_headers", "tell"]
+__all__ = ["tell"]
 
-_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-_ARRAY = {"content-type": "application/json", "cache-control": "no-cache"}
-
-
-def stream_headers(request: ChatRequest) -> dict[str, str]:
-    """Of a streamed answer: events, or (Google without `alt=sse`) one JSON array."""
-    return _SSE if request.sse else _ARRAY
+_APART_S = 0.05
 
 
 async def tell(
@@ -32,12 +28,15 @@ async def tell(
     Some clients give up on a status that they'd survive inside a stream: those get it there.
     """
     if begun is not None:
+        # Google's clients see an error only where it arrives in a piece of its own.
+        await asyncio.sleep(_APART_S)
         await exchange.send(b"".join(f.data for f in begun.fail(error)), more=False)
     elif exchange.started:
         await exchange.send(b"", more=False)
     elif request is not None and request.stream and _survives(request, error):
-        encoder = dialect.encoder(request, minted or [Minted(new_id(), int(time.time()))])
-        await exchange.start(200, stream_headers(request))
+        minted = minted or [Minted(new_id(), int(time.time()))]
+        encoder = dialect.encoder(request, minted)
+        await exchange.start(200, stream_headers(request, minted[0].completion))
         frames = [*encoder.start(Usage()), *encoder.fail(error)]
         await exchange.send(b"".join(f.data for f in frames), more=False)
     else:

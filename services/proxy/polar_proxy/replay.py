@@ -12,8 +12,8 @@ from .capture import reply_of
 from .context.nodes import Node, SessionIndex
 from .context.retry import Earlier
 from .exchange import Exchange
+from .headers import stream_headers, whole_headers
 from .metrics import METRICS
-from .refusal import stream_headers
 from .sessions import Session
 
 __all__ = ["earlier", "replay"]
@@ -45,10 +45,10 @@ async def replay(
     METRICS.replayed.inc()
     replies = [reply_of(n, None, renderer, tokens=request.sampling.logprobs) for n in nodes]
     if request.stream:
-        await exchange.start(200, stream_headers(request))
+        await exchange.start(200, stream_headers(request, node.completion))
         await exchange.send(_restreamed(dialect, request, nodes, replies), more=False)
     else:
-        await exchange.answer(200, {"content-type": "application/json"}, dialect.encode(replies, request))
+        await exchange.answer(200, whole_headers(node.completion), dialect.encode(replies, request))
     if not exchange.gone:
         for one in nodes:
             one.delivery = "delivered"

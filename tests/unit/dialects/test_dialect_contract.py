@@ -280,7 +280,10 @@ def test_a_failing_stream_says_so(name: str) -> None:
     assert frames[-1].actionable
     # Google's errors stand by themselves, without a `data:`.
     event, data = ("", orjson.loads(frames[-1].data)) if name == "google" else sse(frames)[-1]
-    assert "engine cut off" in orjson.dumps(data).decode()
+    told = orjson.dumps(data).decode()
+    assert "engine cut off" in told
+    # Agents that see the message alone (pi) decide by these words to try again.
+    assert "server error: engine cut off" in told or '"code":"server_error"' in told
     assert event == {"anthropic": "error", "openai_responses": "response.failed"}.get(name, "")
 
 

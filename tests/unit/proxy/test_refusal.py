@@ -12,7 +12,8 @@ from polar_common.errors import EngineBusy, EngineDown, EngineOverflow, PolarErr
 from polar_proxy.dialects import BY_NAME
 from polar_proxy.dialects.base import ChatRequest, Dialect, Hints, Minted, Usage
 from polar_proxy.exchange import Exchange
-from polar_proxy.refusal import stream_headers, tell
+from polar_proxy.headers import stream_headers, whole_headers
+from polar_proxy.refusal import tell
 from polar_render.base import TextDelta
 from polar_render.messages import Message, Text
 
@@ -99,6 +100,9 @@ async def test_a_whole_answer_that_has_begun_is_only_ended() -> None:
     assert (await told(EngineDown("gone"), REQUEST, Wire(started=True))).body == b""
 
 
-def test_a_stream_without_events_is_json() -> None:
-    assert stream_headers(replace(REQUEST, sse=False))["content-type"] == "application/json"
-    assert stream_headers(REQUEST)["content-type"].startswith("text/event-stream")
+def test_a_stream_without_events_is_json_and_answers_are_named() -> None:
+    assert stream_headers(replace(REQUEST, sse=False), "c1")["content-type"] == "application/json"
+    streamed = stream_headers(REQUEST, "c1")
+    assert streamed["content-type"].startswith("text/event-stream")
+    # Qwen Code tries a broken stream again only where the answer had a request id.
+    assert streamed["x-request-id"] == streamed["request-id"] == whole_headers("c1")["x-request-id"] == "c1"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polar_common.errors import (
     EngineBusy,
@@ -19,7 +19,7 @@ from polar_common.errors import (
     RequestError,
 )
 
-__all__ = ["Fault", "fault", "token_counts"]
+__all__ = ["Fault", "fault", "in_stream", "token_counts"]
 
 _NUMBER = re.compile(r"(?<![\w.])\d{2,9}(?![\w.]*\d)")
 
@@ -79,6 +79,15 @@ def fault(error: PolarError) -> Fault:
         retryable=status in (408, 429) or status >= 500,
         retry_after=_retry_after(error, status),
     )
+
+
+def in_stream(error: PolarError) -> Fault:
+    """What to say inside a stream. Clients see no status there, and agents often nothing but the message, by whose
+    words they decide whether to try again."""
+    what = fault(error)
+    if what.status == 429:
+        return replace(what, message=f"rate limit: {what.message}")
+    return replace(what, message=f"server error: {what.message}") if what.status >= 500 else what
 
 
 def token_counts(message: str) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from polar_common.errors import PolarError
 from polar_proxy.dialects import sequence
 from polar_proxy.dialects.arguments import as_object, object_text
 from polar_proxy.dialects.base import ChatRequest, Finish, Frame, Minted, Reply, Usage
-from polar_proxy.dialects.faults import Fault, fault, token_counts
+from polar_proxy.dialects.faults import Fault, in_stream, token_counts
 from polar_proxy.dialects.fields import Json, Obj
 from polar_proxy.dialects.parts import joined
 from polar_render.base import AnswerEvent
@@ -178,7 +178,7 @@ class AnthropicEncoder:
         return [Frame(b'event: message_stop\ndata: {"type":"message_stop"}\n\n', actionable=True)]
 
     def fail(self, error: PolarError) -> list[Frame]:
-        return [Frame(b"event: error\ndata: " + error_body(fault(error)) + b"\n\n", actionable=True)]
+        return [Frame(b"event: error\ndata: " + error_body(in_stream(error)) + b"\n\n", actionable=True)]
 
     def keepalive(self) -> bytes:
         return _PING

@@ -16,7 +16,7 @@ import orjson
 from polar_common.errors import PolarError
 from polar_proxy.dialects.arguments import as_object
 from polar_proxy.dialects.base import ChatRequest, Finish, Frame, Minted, Reply, Usage
-from polar_proxy.dialects.faults import Fault, fault, token_counts
+from polar_proxy.dialects.faults import Fault, in_stream, token_counts
 from polar_proxy.dialects.fields import Json, Obj
 from polar_proxy.dialects.parts import joined
 from polar_render.base import AnswerEvent, TextDelta, ThinkingDelta, ToolCallDelta, ToolCallDone, ToolCallStarted
@@ -197,7 +197,7 @@ class GoogleEncoder:
         return frames
 
     def fail(self, error: PolarError) -> list[Frame]:
-        body = error_body(fault(error))
+        body = error_body(in_stream(error))
         if self._sse:
             # Clients look for an error that stands by itself; one in a `data:` line they take for an empty answer.
             return [Frame(body + b"\r\n", actionable=True)]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import orjson
 
 from polar_common.errors import PolarError
 from polar_proxy.dialects.base import ChatRequest, Finish, Frame, Minted, Reply, Usage
-from polar_proxy.dialects.faults import Fault, fault
+from polar_proxy.dialects.faults import Fault, in_stream
 from polar_proxy.dialects.fields import Obj
 from polar_render.base import (
     AnswerEvent,
@@ -179,11 +178,7 @@ class ChatEncoder:
         return frames
 
     def fail(self, error: PolarError) -> list[Frame]:
-        what = fault(error)
-        if what.status >= 500:
-            # In a stream clients see no status, and some nothing but the message, by which they decide to try again.
-            what = replace(what, message=f"server error: {what.message}")
-        return [Frame(b"data: " + error_body(what) + b"\n\n", actionable=True)]
+        return [Frame(b"data: " + error_body(in_stream(error)) + b"\n\n", actionable=True)]
 
     def keepalive(self) -> bytes:
         return b": keepalive\n\n"
