@@ -198,7 +198,7 @@ def reply_of(node: Node, sample: Sample | None, renderer: Renderer, *, tokens: b
     texts: tuple[str, ...] = ()
     if tokens:
         ids = tuple(node.link.context[node.sampled_from :].tolist())
-        texts = tuple(renderer.decode((i,)) for i in ids)
+        texts = tuple(renderer.decode_tokens(ids))
         if sample is not None and sample.logprobs is not None:
             values = tuple(float("nan") if v is None else v for v in sample.logprobs)
     return Reply(

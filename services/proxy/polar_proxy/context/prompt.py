@@ -12,7 +12,7 @@ from polar_common.events.completion_captured import ChainClass, ParentBy
 from polar_proxy.dialects.base import ChatRequest
 from polar_proxy.engines.base import NativePrompt
 from polar_render.base import Head, Renderer, ToolCallDone
-from polar_render.messages import Message
+from polar_render.messages import Message, text_of
 from polar_render.records import Ids
 
 from .match import Keys, Match, chain_class, find, keys_of, nearest
@@ -149,7 +149,8 @@ def _continued(
 
 def _end_of_call(node: Node, renderer: Renderer, head: Head, count: int) -> int | None:
     """Sampled ids up to and including the `count`-th call of an answer."""
-    events = renderer.parser(head).feed(node.link.context[node.sampled_from :].tolist())
+    begun = text_of(node.own[-1]) if node.position < node.size and node.own else ""
+    events = renderer.parser(head, prefill=begun).feed(node.link.context[node.sampled_from :].tolist())
     return next((e.end for e in events if isinstance(e, ToolCallDone) and e.index == count - 1), None)
 
 

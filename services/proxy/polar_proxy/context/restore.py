@@ -13,7 +13,7 @@ from polar_proxy.dialects.base import Minted, Usage
 from polar_proxy.sample import cut_stop
 from polar_render.base import Head, Renderer
 from polar_render.canonical import prefix_keys, with_prefill
-from polar_render.messages import Message, Part, ToolCall
+from polar_render.messages import Message, Part, ToolCall, text_of
 from polar_render.records import Echo, Ids, Link, ResolvedCompletion
 
 from .nodes import Node, SessionIndex
@@ -136,7 +136,8 @@ def _node(
     calls[event.completion] = counted
     prefill = bool(own) and own[-1].role == "assistant" and event.prefill_tokens > 0
     before = (keys[-2] if len(keys) > 1 else start) if prefill else request_key
-    found = renderer.parse(item.sampled.tolist(), _head(index, item))
+    begun = text_of(own[-1]) if prefill else ""
+    found = renderer.parse(item.sampled.tolist(), _head(index, item), prefill=begun)
     parts, stop = found.parts, None
     if event.finish == "stop_string":
         parts, stop = cut_stop(parts, event.sampling.stop)
