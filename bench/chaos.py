@@ -154,8 +154,7 @@ async def _projected(house: ChaosHouse, tasks: int) -> bool:
 
 
 async def _bus(house: ChaosHouse) -> Bus:
-    found = find_house(house.data)
-    return await Bus.connect(found.nats, "chaos", user=found.nats_user, password=found.nats_password)
+    return await Bus.connect(find_house(house.data).nats, "chaos")
 
 
 def run_chaos(options: ChaosOptions, directory: Path, say: bool = False) -> Outcome:

@@ -21,12 +21,13 @@ import structlog
 import uvicorn
 from faststream import AckPolicy
 from faststream.nats import JStream, NatsBroker, NatsMessage, PullSub
-from faststream.security import SASLPlaintext
+from faststream.security import BaseSecurity, SASLPlaintext
 from nats.aio.client import Client
 
 from .bus import Bus, Stored
 from .bus.poison import settle
 from .bus.read import from_delivery
+from .connection import Connection, connection
 from .errors import BusError, Unavailable
 from .ids import new_id
 from .logs import configure
@@ -56,7 +57,8 @@ class Service:
         self.producer = f"{name}/{self.instance}"
         self.stop = asyncio.Event()
         self.grace_s = grace_s
-        self.broker = _broker(settings, self.producer)
+        self._log = connection(settings.nats, settings.nats_user, settings.nats_password.get_secret_value(), settings)
+        self.broker = _broker(self._log, self.producer)
         self._bus: Bus | None = None
         self._work: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         self.facts: dict[str, Any] = {}
@@ -96,6 +98,7 @@ class Service:
             spec.filters[0],
             durable=spec.durable,
             stream=JStream(spec.stream, declare=False),
+            inbox_prefix=f"{self._log.inbox}.".encode(),
             pull_sub=PullSub(batch_size=1, timeout=2.0),
             ack_policy=AckPolicy.MANUAL,
             decoder=_undecoded,
@@ -109,7 +112,7 @@ class Service:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self.stop.set)
-        self._bus = Bus(await _connected(self.broker, self.settings.nats), self.producer)
+        self._bus = Bus(await _connected(self.broker, self._log.url), self.producer)
         tasks: list[asyncio.Task[None]] = []
         try:
             if setup is not None:
@@ -139,17 +142,19 @@ class Service:
             draft.rename(path)
 
 
-def _broker(settings: HouseSettings, name: str) -> NatsBroker:
+def _broker(where: Connection, name: str) -> NatsBroker:
     """The connection of a service: reconnects for ever."""
-    user, password = settings.nats_user, settings.nats_password.get_secret_value()
     return NatsBroker(
-        settings.nats,
+        where.url,
         name=name,
         max_reconnect_attempts=-1,
         reconnect_time_wait=1,
         connect_timeout=2,
         pending_size=64 << 20,
-        security=SASLPlaintext(username=user, password=password) if user else None,
+        inbox_prefix=where.inbox,
+        security=SASLPlaintext(username=where.user, password=where.password, ssl_context=where.tls)
+        if where.user
+        else BaseSecurity(ssl_context=where.tls),
         logger=None,
         apply_types=False,
     )
@@ -157,15 +162,12 @@ def _broker(settings: HouseSettings, name: str) -> NatsBroker:
 
 async def _connected(broker: NatsBroker, url: str, wait_s: float = 30.0) -> Client:
     """Wait for the server. Raises Unavailable after `wait_s` seconds."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + wait_s
-    while True:
-        try:
+    try:
+        # With reconnects without end, `connect` itself doesn't end either.
+        async with asyncio.timeout(wait_s):
             return await broker.connect()
-        except (OSError, nats.errors.Error, TimeoutError) as error:
-            if loop.time() > deadline:
-                raise Unavailable(f"no NATS server at {url}: {error!r}") from error
-            await asyncio.sleep(0.2)
+    except (OSError, nats.errors.Error, TimeoutError) as error:
+        raise Unavailable(f"no NATS server at {url}, or it refuses this service: {error!r}") from error
 
 
 async def _undecoded(message: NatsMessage) -> NatsMessage:

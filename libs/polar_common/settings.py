@@ -10,10 +10,22 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from .ids import FIRST_SEGMENT
 
-__all__ = ["HouseSettings", "cache_dir", "inherited_environment"]
+__all__ = ["HouseSettings", "TlsSettings", "cache_dir", "inherited_environment"]
 
 
-class HouseSettings(BaseSettings):
+class TlsSettings(BaseSettings):
+    """Certificates of connections to NATS, files in PEM. A server that asks for TLS has the URL scheme `tls`."""
+
+    model_config = SettingsConfigDict(env_prefix="POLAR_", extra="ignore")
+
+    nats_tls_ca: Path | None = None
+    """Certificate authority of the server; by default the system's."""
+    nats_tls_cert: Path | None = None
+    """The client's own certificate, where the server wants one."""
+    nats_tls_key: Path | None = None
+
+
+class HouseSettings(TlsSettings):
     """Where the house is and how to talk to it. Services subclass this with their own fields."""
 
     model_config = SettingsConfigDict(env_prefix="POLAR_", extra="ignore")

@@ -11,9 +11,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import nats
 import nats.errors
 import orjson
 import structlog
@@ -22,9 +20,11 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from polar_common import subjects
-from polar_common.errors import BusError, Conflict, NotFound, Stale, Unavailable
+from polar_common.connection import connection
+from polar_common.errors import BusError, ConfigError, Conflict, NotFound, Stale, Unavailable
 from polar_common.events import Event, SessionEvent, encode
 from polar_common.ids import new_id, segment_of
+from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import events_stream
 
 from .read import Stored, direct_get, leader_get
@@ -70,32 +70,39 @@ class Bus:
     async def connect(cls, url: str, producer: str, *, user: str = "", password: str = "", wait_s: float = 30.0) -> Bus:
         """Connect, waiting up to `wait_s` seconds for the server. Reconnects for ever afterwards.
 
-        Raises Unavailable if no server answers.
+        User and password may be part of the URL. Raises Unavailable if no server answers, ConfigError if it refuses
+        the user.
         """
+        where = connection(url, user, password)
+        refused = asyncio.Event()
 
         async def on_error(error: Exception) -> None:
             _log.warning("nats", error=repr(error), producer=producer)
+            if "authorization" in str(error).lower():
+                refused.set()
 
-        options: dict[str, Any] = {"user": user, "password": password} if user else {}
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while True:
-            try:
-                nc = await nats.connect(
-                    url,
-                    name=producer,
-                    error_cb=on_error,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.2,
-                    connect_timeout=2,
-                    allow_reconnect=True,
-                    pending_size=64 << 20,
-                    **options,
-                )
-                return cls(nc, producer)
-            except (OSError, nats.errors.Error, TimeoutError) as error:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise Unavailable(f"no NATS server at {url}: {error!r}") from error
-                await asyncio.sleep(0.2)
+        nc = Client()
+        options = {
+            "name": producer,
+            "error_cb": on_error,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.2,
+            "connect_timeout": 2,
+            "pending_size": 64 << 20,
+            **where.options(),
+        }
+        # With reconnects without end, the client's own `connect` doesn't end either.
+        connecting = spawn(nc.connect(where.url, **options), name="connect")
+        refusing = spawn(refused.wait(), name="refused")
+        await asyncio.wait({connecting, refusing}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if connecting.done() and connecting.exception() is None:
+            await cancel_and_wait(refusing)
+            return cls(nc, producer)
+        await cancel_and_wait(connecting, refusing)
+        await nc.close()
+        if refused.is_set():
+            raise ConfigError(f"{where.url} refuses user {where.user or '(none)'}", "nats_user")
+        raise Unavailable(f"no NATS server at {where.url} within {wait_s:g} s")
 
     async def close(self) -> None:
         """Flush and disconnect."""

@@ -43,7 +43,7 @@ def verify(
         options = Options(build=build, settled=settled, rebuild=rebuild, progress=on_progress)
 
         async def run() -> Report:
-            bus = await Bus.connect(found.nats, "verify", user=found.nats_user, password=found.nats_password, wait_s=5)
+            bus = await Bus.connect(found.nats, "verify", wait_s=5)
             try:
                 return await audit(LiveSource(bus), options)
             finally:

@@ -12,9 +12,11 @@ import orjson
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from polar_common.connection import with_user
 from polar_common.errors import ConfigError
+from polar_common.permissions import TOOLS
 
-__all__ = ["Endpoint", "House", "HouseFile", "find_house", "process_started"]
+__all__ = ["Endpoint", "House", "HouseFile", "find_house", "nats_secret", "process_started"]
 
 
 class HouseFile(BaseModel):
@@ -26,6 +28,8 @@ class HouseFile(BaseModel):
     started: int
     """Start time of that process in clock ticks since boot: pid and start time together name a process."""
     nats: str
+    nats_users: bool = False
+    """The log knows users; their passwords are among the secrets."""
     ingest: str
     proxy: str
     analytics: str = ""
@@ -43,6 +47,8 @@ class _ClientSettings(BaseSettings):
     data: Path = Path(".polar")
     url: str = ""
     nats: str = ""
+    nats_user: str = ""
+    nats_password: SecretStr = SecretStr("")
     analytics_url: str = ""
     proxy_url: str = ""
     token: SecretStr = SecretStr("")
@@ -56,14 +62,18 @@ class Endpoint:
     analytics: str
     proxy: str
     nats: str
+    """With user and password, where the log wants them: show it to nobody."""
     token: str
     data: Path
-    nats_user: str = ""
-    nats_password: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+def nats_secret(user: str) -> str:
+    """The secret that holds a NATS user's password."""
+    return f"nats-{user}"
 
 
 def process_started(pid: int) -> int:
@@ -132,8 +142,8 @@ class House:
             self.file.unlink()
 
 
-def find_house(data: Path | None = None) -> Endpoint:
-    """The house to talk to. Raises ConfigError with what to do if there is none."""
+def find_house(data: Path | None = None, user: str = TOOLS) -> Endpoint:
+    """The house to talk to, its log as NATS user `user`. Raises ConfigError with what to do if there is none."""
     settings = _ClientSettings()
     token = settings.token.get_secret_value()
     house = House(data or settings.data)
@@ -142,7 +152,7 @@ def find_house(data: Path | None = None) -> Endpoint:
             settings.url.rstrip("/"),
             settings.analytics_url.rstrip("/"),
             settings.proxy_url.rstrip("/"),
-            settings.nats,
+            with_user(settings.nats, settings.nats_user, settings.nats_password.get_secret_value()),
             token,
             house.data,
         )
@@ -151,4 +161,5 @@ def find_house(data: Path | None = None) -> Endpoint:
         raise ConfigError(f"no house runs on {house.data}: start one with `polar up`, or set POLAR_URL", "house")
     with suppress(OSError):
         token = token or (house.secrets / "token").read_text().strip()
-    return Endpoint(found.ingest, found.analytics, found.proxy, found.nats, token, house.data)
+    log = with_user(found.nats, user, house.secret(nats_secret(user))) if found.nats_users else found.nats
+    return Endpoint(found.ingest, found.analytics, found.proxy, log, token, house.data)

@@ -19,12 +19,14 @@ from typing import IO, Any
 import httpx
 
 from polar_common.bus import Bus
+from polar_common.connection import with_user
 from polar_common.errors import ConfigError
 from polar_common.nats_server import NatsConfig, find_binary, free_port, server_config
+from polar_common.permissions import ADMIN, SERVICES, authorization, users
 from polar_common.settings import inherited_environment
 from polar_common.topology import ACK_WAIT_S, Topology, apply
 
-from .layout import House, HouseFile, process_started
+from .layout import House, HouseFile, nats_secret, process_started
 from .supervisor import Child, Supervisor, reap
 
 __all__ = ["PREFERRED_PORTS", "UpOptions", "run_house"]
@@ -129,8 +131,9 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
     host = options.host
     ports = {name: choose_port(name, options.ports.get(name), host) for name in PREFERRED_PORTS}
     nats_url = f"nats://127.0.0.1:{ports['nats']}"
-    _start_nats(house, options, supervisor, ports["nats"])
-    asyncio.run(_topology(nats_url, options))
+    topology = Topology(work_classes=options.work_classes, lease_s=options.lease_s)
+    _start_nats(house, options, supervisor, ports["nats"], topology)
+    asyncio.run(_topology(with_user(nats_url, ADMIN, house.secret(nats_secret(ADMIN))), topology))
     say("log ready")
     supervisor_env = {"POLAR_NATS": nats_url}
 
@@ -138,6 +141,8 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
         ready = house.run / f"{name}.ready.json"
         argv = [sys.executable, "-m", "polar_common.cli", "run-service", name]
         settings = {"POLAR_READY_FILE": str(ready), "POLAR_HOST": host} | supervisor_env | env | options.env
+        if name in SERVICES:
+            settings |= {"POLAR_NATS_USER": name, "POLAR_NATS_PASSWORD": house.secret(nats_secret(name))}
         timeout_s = 600 if name == "engine" else 120
         return supervisor.spawn(
             Child(name, argv, house.logs / f"{name}.log", settings, ready, start_timeout_s=timeout_s)
@@ -202,6 +207,7 @@ def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Ca
         pid=os.getpid(),
         started=process_started(os.getpid()),
         nats=nats_url,
+        nats_users=True,
         ingest=f"http://{host}:{ports['ingest']}",
         proxy=f"http://{host}:{ports['proxy']}",
         analytics=f"http://{host}:{ports['analytics']}",
@@ -229,10 +235,14 @@ def _socket_path(house: House) -> Path:
     return path
 
 
-def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: int) -> None:
+def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: int, topology: Topology) -> None:
     name = "polar"
-    config = NatsConfig(data=house.nats, port=port, name=name, sync=options.sync)
+    who = authorization(users(topology), lambda user: house.secret(nats_secret(user)))
+    config = NatsConfig(data=house.nats, port=port, name=name, sync=options.sync, authorization=who)
     file = house.run / "nats.conf"
+    # It holds passwords.
+    file.touch(0o600)
+    file.chmod(0o600)
     file.write_text(server_config(config))
 
     def greets() -> bool:
@@ -245,9 +255,9 @@ def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: 
     supervisor.start(Child("nats", [str(find_binary()), "-c", str(file)], house.logs / "nats.log", ready=greets))
 
 
-async def _topology(url: str, options: UpOptions) -> None:
+async def _topology(url: str, topology: Topology) -> None:
     bus = await Bus.connect(url, "up")
     try:
-        await apply(bus.js, Topology(work_classes=options.work_classes, lease_s=options.lease_s))
+        await apply(bus.js, topology)
     finally:
         await bus.close()
