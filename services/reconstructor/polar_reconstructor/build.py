@@ -66,19 +66,31 @@ class Built:
 
 @dataclass(slots=True)
 class Prepared:
-    """A selection whose bodies are parsed; `wanted` names the blobs the build needs."""
+    """A selection whose bodies are parsed. Calls that need a blob of `wanted` are still documents."""
 
     selection: Selection
-    captured: list[tuple[Document, int]]
+    captured: list[Call | tuple[Document, int]]
     aborted: list[tuple[Document, int]]
     wanted: list[Wanted]
+    engines: dict[bytes, Engine]
 
 
 def prepare(selection: Selection) -> Prepared:
-    """Parse the selected bodies. Raises Poison where one can't be read."""
-    captured = [(document(s.body), s.sequence) for s in selection.captured]
-    cut = [(document(s.body), s.sequence) for s in selection.aborted]
-    return Prepared(selection, captured, cut, blobs_wanted(d for d, _ in (*captured, *cut)))
+    """Parse the selected bodies, one after the other, so that text is dropped while it's warm.
+
+    Raises Poison where one can't be read, TraceError or BlobError where it is damaged.
+    """
+    found = Prepared(selection, [], [], [], {})
+    for message in selection.captured:
+        doc = document(message.body)
+        wanted = blobs_wanted(doc)
+        found.wanted += wanted
+        found.captured.append((doc, message.sequence) if wanted else call(doc, message.sequence, {}, found.engines))
+    for message in selection.aborted:
+        doc = document(message.body)
+        found.wanted += blobs_wanted(doc)
+        found.aborted.append((doc, message.sequence))
+    return found
 
 
 def build_session(
@@ -91,8 +103,7 @@ def build_session(
 ) -> Built:
     """Traces of one session. Raises TraceError or BlobError naming completion and place where the log is damaged."""
     selection = prepared.selection
-    engines: dict[bytes, Engine] = {}
-    calls = [call(doc, sequence, blobs, engines) for doc, sequence in prepared.captured]
+    calls = [c if isinstance(c, Call) else call(*c, blobs, prepared.engines) for c in prepared.captured]
     cut = [aborted(doc, sequence, blobs) for doc, sequence in prepared.aborted]
     _number(calls, cut)
     excluded = dict(selection.excluded) | {a.id: "aborted" for a in cut}

@@ -6,7 +6,7 @@ makes one `Call`. Everything that may be damaged is checked here or in `contexts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,22 +210,17 @@ _DEFAULTS = {"completion.captured": _defaults(CompletionCaptured), "completion.a
 _ENGINE_DEFAULTS = _defaults(EngineFacts)
 
 
-def blobs_wanted(documents: Iterable[Document]) -> list[Wanted]:
-    """The blobs that `call` and `aborted` need, each once."""
-    found: dict[str, Wanted] = {}
-    for doc in documents:
-        prompt, head = doc.get("prompt"), doc.get("head")
-        new = prompt.get("new") if isinstance(prompt, dict) else None
-        holders: tuple[tuple[str, Any], ...] = (
-            ("prompt", new),
-            ("sampled", doc.get("sampled")),
-            ("logprobs", doc.get("logprobs")),
-            ("head", head),
-        )
-        for label, holder in holders:
-            if key := blob_of(holder):
-                found.setdefault(key, Wanted(holder["blob"], f"completion {doc.get('completion')}, {label}"))
-    return list(found.values())
+def blobs_wanted(doc: Document) -> list[Wanted]:
+    """The blobs that `call` and `aborted` need for a document."""
+    prompt = doc.get("prompt")
+    new = prompt.get("new") if isinstance(prompt, dict) else None
+    found = []
+    for label, holder in (
+        ("prompt", new), ("sampled", doc.get("sampled")), ("logprobs", doc.get("logprobs")), ("head", doc.get("head")),
+    ):  # fmt: skip
+        if blob_of(holder):
+            found.append(Wanted(holder["blob"], f"completion {doc.get('completion')}, {label}"))  # type: ignore[index]
+    return found
 
 
 def call(doc: Document, sequence: int, blobs: Mapping[str, bytes], engines: dict[bytes, Engine]) -> Call:
@@ -239,7 +234,7 @@ def call(doc: Document, sequence: int, blobs: Mapping[str, bytes], engines: dict
         sampled = ids(doc["sampled"], blobs, name, "sampled")
         _check_versions(doc["versions"], len(sampled), name)
         _check_nested(doc["sampling"], doc["messages"])
-        return Call(
+        made = Call(
             name,
             sequence,
             prompt.get("base", ""),
@@ -259,8 +254,16 @@ def call(doc: Document, sequence: int, blobs: Mapping[str, bytes], engines: dict
             _engine(doc["engine"], engines),
             doc,
         )
+        _forget(doc)
+        return made
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TraceError(f"completion {name}: damaged event: {error!r}") from error
+
+
+def _forget(doc: Document) -> None:
+    """Drop the text of columns and messages: a long session's would be most of what the build holds."""
+    doc["prompt"] = doc["sampled"] = doc["logprobs"] = None
+    doc["messages"] = {"new": [m for m in doc["messages"].get("new", ()) if "echo" in m]}
 
 
 def aborted(doc: Document, sequence: int, blobs: Mapping[str, bytes]) -> Aborted:

@@ -103,8 +103,9 @@ class Reconstructor:
         """The blobs a build needs. Raises BlobError naming the column that lacks one."""
         blobs = self.blobs(prepared.selection.session)
         found: dict[str, bytes] = {}
-        for start in range(0, len(prepared.wanted), _AT_ONCE):
-            some = prepared.wanted[start : start + _AT_ONCE]
+        wanted = list({w.ref.get("sha256"): w for w in prepared.wanted}.values())
+        for start in range(0, len(wanted), _AT_ONCE):
+            some = wanted[start : start + _AT_ONCE]
             found |= dict(await asyncio.gather(*(_get(blobs, wanted) for wanted in some)))
         return found
 
