@@ -123,8 +123,9 @@ def _own_consumer(stream: str, durable: str) -> list[str]:
 
 
 def _any_consumer(stream: str) -> list[str]:
-    """Make a durable consumer under any name that isn't taken, and work with it."""
+    """Make a durable consumer under any name that isn't taken, work with it, and make it anew from elsewhere."""
     return [
+        f"{_API}.CONSUMER.DELETE.{stream}.*",
         f"{_API}.CONSUMER.DURABLE.CREATE.{stream}.*",
         f"{_API}.CONSUMER.CREATE.{stream}.>",
         f"{_API}.CONSUMER.INFO.{stream}.*",
@@ -136,6 +137,7 @@ def _any_consumer(stream: str) -> list[str]:
 def _taken(stream: str, durable: str) -> list[str]:
     create = f"{_API}.CONSUMER.CREATE.{stream}.{durable}"
     return [
+        f"{_API}.CONSUMER.DELETE.{stream}.{durable}",
         f"{_API}.CONSUMER.DURABLE.CREATE.{stream}.{durable}",
         create,
         f"{create}.>",
