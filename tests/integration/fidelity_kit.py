@@ -99,14 +99,14 @@ async def loaded(bus: Bus, build: str = "live") -> list[Loaded]:
     return [one async for window in windows(bus, chosen) for one in window]
 
 
-async def republish(bus: Bus, trace: Trace, build: str, **changes: Any) -> None:
-    """The trace under another build, with changes, and a manifest that names it."""
+async def republish(bus: Bus, trace: Trace, build: str, named: str = "", **changes: Any) -> None:
+    """The trace under another build, with changes, and a manifest that names it (or `named` in its place)."""
     changed = trace.model_copy(update={"build": build, **changes})
     subject = subjects.trace(trace.run, build, trace.task, trace.session, changed.number)
     await bus.once_raw(subject, changed.model_dump_json().encode(), changed.trace_id)
     manifest = TraceManifest(
         run=trace.run, build=build, task=trace.task, session=trace.session, attempt=trace.attempt, rules=trace.rules,
-        rules_hash=trace.rules_hash, traces=(changed.trace_id,), action_tokens=(trace.action_tokens,),
+        rules_hash=trace.rules_hash, traces=(named or changed.trace_id,), action_tokens=(trace.action_tokens,),
         spans=len(trace.spans), exact_spans=0, excluded={}, log_last=1,
     )  # fmt: skip
     subject = subjects.trace_manifest(trace.run, build, trace.task, trace.session)

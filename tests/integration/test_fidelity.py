@@ -21,10 +21,12 @@ from polar_common.errors import ConfigError
 from polar_common.events import PolicyPublished
 from polar_common.nats_server import NatsServer
 from polar_common.packing import pack
+from polar_common.traces import trace_hash
 from polar_engine.models import ensure_model, weights_hash
 from polar_engine.testing import engine_thread
 from polar_train.fidelity import TOLERANCE, Options, Policies, Report, check
 from polar_train.fidelity.policies import known_models, published
+from polar_train.fidelity.source import choose
 
 pytestmark = pytest.mark.nats
 TINY = ensure_model("tiny").path
@@ -76,8 +78,6 @@ async def test_the_temperature_is_part_of_the_comparison(client: EngineClient, b
     (trace,) = await traces(bus)
     assert (await checked(bus)).in_scope.share == 1.0
     (span,) = trace.spans
-    from polar_common.traces import trace_hash
-
     (one,) = await loaded(bus)
     hot = (span.model_copy(update={"temperature": 1.0}),)
     name = trace_hash(one.ids[: one.start], one.ids[one.start :], one.mask, one.logprobs, hot, trace.rules_hash)
@@ -252,6 +252,9 @@ async def test_damaged_missing_and_unnamed_traces(client: EngineClient, bus: Bus
     report = await checked(bus, "damaged")
     assert report.unreadable == {"damaged": 1} and report.spans == 0 and not report.faultless
     assert "doesn't hash to its id" in report.details[0]
+    await republish(bus, trace, "another", named="f" * 64)
+    report = await checked(bus, "another")
+    assert report.unreadable == {"damaged": 1} and "the manifest says ffff" in report.details[0]
     await republish(bus, trace, "short", number=3)
     report = await checked(bus, "short")
     assert report.unreadable == {"missing": 1} and report.traces == 1
@@ -268,10 +271,12 @@ async def test_a_sample_of_traces_is_drawn_by_seed(client: EngineClient, bus: Bu
         await conversation(client, bus, index, calls=1)
     all_of_them = await checked(bus, window_tokens=60)
     assert all_of_them.checked == all_of_them.traces == 8 and all_of_them.in_scope.share == 1.0
-    draws = [await checked(bus, sample=3, seed=seed) for seed in (1, 1, 2)]
-    assert [d.checked for d in draws] == [3, 3, 3] and draws[0].traces == 8
-    seen = [{w.session for w in d.worst} for d in draws]
-    assert seen[0] == seen[1]
+    draws = [await choose(bus, "live", sample=3, seed=seed) for seed in (1, 1, 2, 3)]
+    seen = [{name.session for name in d.names} for d in draws]
+    assert [len(s) for s in seen] == [3, 3, 3, 3] and draws[0].traces == draws[0].sessions == 8
+    assert seen[0] == seen[1] and len(set.union(*seen)) > 3
+    drawn = await checked(bus, sample=3, seed=1, worst=100)
+    assert drawn.checked == 3 and drawn.traces == 8 and {w.session for w in drawn.worst} == seen[0]
     one = await checked(bus, sessions=(next(iter(seen[0])),))
     assert one.traces == one.checked == 1
 
