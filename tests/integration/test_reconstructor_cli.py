@@ -61,7 +61,9 @@ async def polar(*arguments: str, ok: bool = True) -> list[dict[str, Any]]:
 
 
 async def test_replay_and_the_builds_it_makes(house: list[Script]) -> None:
-    (made,) = await polar("replay", "--build", "again")
+    (dry,) = await polar("replay", "--build", "again", "--dry-run")
+    assert dry["reconstructed"] == 2 and {r["build"] for r in await polar("build", "list")} == {"live"}
+    (made,) = await polar("replay", "--build", "again", "--processes", "1")
     assert made["reconstructed"] == 2 and made["failed"] == 0
     (single,) = await polar("replay", "--build", "one", "--session", house[0].session, "--rules", "per_request")
     assert single["reconstructed"] == 1

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from polar_common.bus import Bus
 from polar_common.cli.output import console, emit, table, warn
+from polar_common.connection import with_user
 from polar_common.errors import ConfigError
 from polar_common.house import find_house
 from polar_common.settings import HouseSettings, cache_dir
@@ -41,16 +42,22 @@ _LONG_LOG, _MOST_PROCESSES = 20_000, 4
 _COLOURS = {"prompt": "dim", "context": "cyan", "sampled": "bold green", "masked": "yellow"}
 
 
-def _with_bus(data: Path | None, work: Callable[[Bus], Awaitable[T]]) -> T:
-    """Connect to the house's log (`POLAR_NATS`, else the house file) and work."""
+def _where(data: Path | None) -> str:
+    """The log's address with who connects: `POLAR_NATS` and its user, else what the house file says."""
     settings = HouseSettings()
-    url = settings.nats if "nats" in settings.model_fields_set and data is None else find_house(data).nats
+    if "nats" in settings.model_fields_set and data is None:
+        return with_user(settings.nats, settings.nats_user, settings.nats_password.get_secret_value())
+    url = find_house(data).nats
     if not url:
         raise ConfigError("a remote house's log is reached by POLAR_NATS", "nats")
+    return url
+
+
+def _with_bus(data: Path | None, work: Callable[[Bus], Awaitable[T]]) -> T:
+    """Connect to the house's log and work."""
 
     async def run() -> T:
-        user, password = settings.nats_user, settings.nats_password.get_secret_value()
-        bus = await Bus.connect(url, "cli", user=user, password=password, wait_s=5.0)
+        bus = await Bus.connect(_where(data), "cli", wait_s=5.0)
         try:
             return await work(bus)
         finally:
@@ -102,7 +109,7 @@ def replay(
 
         async def work(bus: Bus) -> Report:
             segment = HouseSettings().segment
-            builders = await _builders(bus, name, rule_set, segment, processes, dry_run)
+            builders = await _builders(bus, _where(data), name, rule_set, segment, processes, dry_run)
             try:
                 made = Replay(bus, name, rule_set, segment, choice, builders=builders, dry=dry_run, rate=rate)
                 made.on_progress = progress
@@ -120,17 +127,13 @@ def replay(
 
 
 async def _builders(
-    bus: Bus, name: str, rules: RuleSet, segment: str, processes: int | None, dry: bool
+    bus: Bus, url: str, name: str, rules: RuleSet, segment: str, processes: int | None, dry: bool
 ) -> Processes | None:
     """Processes, where they were asked for or the log is long enough to be worth starting them."""
-    settings, url = HouseSettings(), bus.nc.connected_url
     if processes is None:
         state = (await bus.js.stream_info(events_stream(segment))).state
         processes = min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1) if state.messages > _LONG_LOG else 0
-    if not processes or url is None:
-        return None
-    user, password = settings.nats_user, settings.nats_password.get_secret_value()
-    return Processes(url.geturl(), name, rules, processes, dry=dry, user=user, password=password)
+    return Processes(url, name, rules, processes, dry=dry) if processes else None
 
 
 def _print(title: str, rows: list[dict[str, Any]], json: bool) -> None:

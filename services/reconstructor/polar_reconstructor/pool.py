@@ -58,17 +58,15 @@ class Here:
 
 
 class Processes:
-    """`count` processes, spawned so that no connection is shared."""
+    """`count` processes, spawned so that no connection is shared. `url` may name user and password."""
 
-    def __init__(
-        self, url: str, build: str, rules: RuleSet, count: int, *, dry: bool = False, user: str = "", password: str = ""
-    ) -> None:
+    def __init__(self, url: str, build: str, rules: RuleSet, count: int, *, dry: bool = False) -> None:
         self.at_once = 2 * count
         self._pool = ProcessPoolExecutor(
             count,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_connect,
-            initargs=(url, user, password, build, rules.model_dump_json(), dry),
+            initargs=(url, build, rules.model_dump_json(), dry),
         )
 
     async def build(self, batch: Sequence[Job]) -> list[str]:
@@ -85,17 +83,17 @@ class Processes:
 class _Process:
     """What a worker process keeps between batches."""
 
-    def __init__(self, url: str, user: str, password: str, build: str, rules: str, dry: bool) -> None:
+    def __init__(self, url: str, build: str, rules: str, dry: bool) -> None:
         self.loop = asyncio.new_event_loop()
-        bus = self.loop.run_until_complete(Bus.connect(url, "replay", user=user, password=password))
+        bus = self.loop.run_until_complete(Bus.connect(url, "replay"))
         self.here = Here(Reconstructor(bus, build, RuleSet.model_validate_json(rules), dry=dry))
 
 
 _processes: list[_Process] = []
 
 
-def _connect(url: str, user: str, password: str, build: str, rules: str, dry: bool) -> None:
-    _processes.append(_Process(url, user, password, build, rules, dry))
+def _connect(url: str, build: str, rules: str, dry: bool) -> None:
+    _processes.append(_Process(url, build, rules, dry))
 
 
 def _build(jobs: Sequence[tuple[str, Sequence[Message]]]) -> list[str]:
