@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import orjson
 
 from polar_common.bus import Bus
 from polar_common.connection import with_user
@@ -103,7 +104,7 @@ def run_house(options: UpOptions, say: Callable[[str], None]) -> None:
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, on_signal)
     try:
-        content = _start_all(house, options, supervisor, say)
+        content = _Starter(house, options, supervisor, say).start()
         house.write(content)
         say(f"ready: ingest {content.ingest}  proxy {content.proxy}  dashboard {content.analytics}")
         while not supervisor.stopping:
@@ -127,93 +128,111 @@ def _common_env(house: House, options: UpOptions) -> dict[str, str]:
     }
 
 
-def _start_all(house: House, options: UpOptions, supervisor: Supervisor, say: Callable[[str], None]) -> HouseFile:
-    host = options.host
-    ports = {name: choose_port(name, options.ports.get(name), host) for name in PREFERRED_PORTS}
-    nats_url = f"nats://127.0.0.1:{ports['nats']}"
-    topology = Topology(work_classes=options.work_classes, lease_s=options.lease_s)
-    _start_nats(house, options, supervisor, ports["nats"], topology)
-    asyncio.run(_topology(with_user(nats_url, ADMIN, house.secret(nats_secret(ADMIN))), topology))
-    say("log ready")
-    supervisor_env = {"POLAR_NATS": nats_url}
+class _Starter:
+    """Starts the parts of a house in order; knows their ports and settings."""
 
-    def service(name: str, **env: str) -> Child:
-        ready = house.run / f"{name}.ready.json"
+    def __init__(self, house: House, options: UpOptions, supervisor: Supervisor, say: Callable[[str], None]) -> None:
+        self._house = house
+        self._options = options
+        self._supervisor = supervisor
+        self._say = say
+        self._ports = {n: choose_port(n, options.ports.get(n), options.host) for n in PREFERRED_PORTS}
+        self._nats = f"nats://127.0.0.1:{self._ports['nats']}"
+
+    def start(self) -> HouseFile:
+        """Everything, ready. Raises ConfigError naming the part that isn't."""
+        options = self._options
+        topology = Topology(work_classes=options.work_classes, lease_s=options.lease_s)
+        _start_nats(self._house, options, self._supervisor, self._ports["nats"], topology)
+        admin = with_user(self._nats, ADMIN, self._house.secret(nats_secret(ADMIN)))
+        asyncio.run(_topology(admin, topology))
+        self._say("log ready")
+        # These need nothing but the log, so they start beside the engine, which takes longest.
+        early = [
+            self._service("ingest", POLAR_PORT=str(self._ports["ingest"])),
+            self._service("reconstructor"),
+            self._service("evaluator"),
+        ]
+        engine_url, model_dir = self._engine()
+        self._wait(*early, *self._around_the_engine(engine_url, model_dir))
+        return self._told(engine_url)
+
+    def _service(self, name: str, **env: str) -> Child:
+        ready = self._house.run / f"{name}.ready.json"
         argv = [sys.executable, "-m", "polar_common.cli", "run-service", name]
-        settings = {"POLAR_READY_FILE": str(ready), "POLAR_HOST": host} | supervisor_env | env | options.env
+        settings = {"POLAR_READY_FILE": str(ready), "POLAR_HOST": self._options.host, "POLAR_NATS": self._nats}
+        settings |= env | self._options.env
         if name in SERVICES:
-            settings |= {"POLAR_NATS_USER": name, "POLAR_NATS_PASSWORD": house.secret(nats_secret(name))}
+            settings |= {"POLAR_NATS_USER": name, "POLAR_NATS_PASSWORD": self._house.secret(nats_secret(name))}
         timeout_s = 600 if name == "engine" else 120
-        return supervisor.spawn(
-            Child(name, argv, house.logs / f"{name}.log", settings, ready, start_timeout_s=timeout_s)
-        )
+        log = self._house.logs / f"{name}.log"
+        return self._supervisor.spawn(Child(name, argv, log, settings, ready, start_timeout_s=timeout_s))
 
-    def wait(*children: Child) -> None:
+    def _wait(self, *children: Child) -> None:
         for child in children:
-            supervisor.wait(child)
-            say(f"{child.name} ready")
+            self._supervisor.wait(child)
+            self._say(f"{child.name} ready")
 
-    # These need nothing but the log, so they start beside the engine, which takes longest.
-    early = [
-        service("ingest", POLAR_PORT=str(ports["ingest"])),
-        service("reconstructor"),
-        service("evaluator"),
-    ]
-
-    proxy_socket = _socket_path(house)
-    engine_url, model_dir = options.engine_url, options.tokenizer
-    if not engine_url:
-        engine = service(
+    def _engine(self) -> tuple[str, str]:
+        """URL and model directory of the user's engine, or of a local one that is started."""
+        options = self._options
+        if options.engine_url:
+            return options.engine_url, options.tokenizer
+        engine = self._service(
             "engine",
-            POLAR_ENGINE_PORT=str(ports["engine"]),
+            POLAR_ENGINE_PORT=str(self._ports["engine"]),
             POLAR_ENGINE_HOST="127.0.0.1",
-            POLAR_ENGINE_READY_FILE=str(house.run / "engine.ready.json"),
+            POLAR_ENGINE_READY_FILE=str(self._house.run / "engine.ready.json"),
             POLAR_ENGINE_MODEL=options.model,
             POLAR_ENGINE_THREADS=str(options.engine_threads),
         )
-        say(f"loading {options.model}")
-        wait(engine)
-        engine_url = f"http://127.0.0.1:{(engine.facts() or {})['port']}"
-        model_dir = model_dir or str(_model_card(engine_url)["root"])
-    late = [
-        service(
-            "proxy",
-            POLAR_PORT=str(ports["proxy"]),
-            POLAR_PROXY_ENGINES=f'["{engine_url}"]',
-            POLAR_PROXY_ENGINE_KIND=options.engine_kind,
-            POLAR_PROXY_MODEL_DIR=model_dir,
-            POLAR_PROXY_SOCKET=str(proxy_socket),
-        ),
-        service(
-            "analytics",
-            POLAR_PORT=str(ports["analytics"]),
-            POLAR_ANALYTICS_CHDB=str(house.chdb),
-            **({"POLAR_ANALYTICS_MODEL_DIR": model_dir} if model_dir else {}),
-        ),
-        service(
-            "gateway",
-            POLAR_GATEWAY_PROXY_URL=f"http://127.0.0.1:{ports['proxy']}",
-            POLAR_GATEWAY_PROXY_SOCKET=str(proxy_socket),
-            POLAR_GATEWAY_CLASSES='["local"]',
-            POLAR_GATEWAY_SLOTS=str(options.gateway_slots),
-            # A session that waits in READY spends its own time: few, where a slot is held for minutes.
-            POLAR_GATEWAY_READY=str(max(1, options.gateway_slots // 2)),
-            POLAR_GATEWAY_INIT_SLOTS="2",
-            POLAR_GATEWAY_CONTEXT_WINDOW=str(_model_card(engine_url).get("max_model_len") or 32_768),
-        ),
-    ]
-    wait(*early, *late)
-    return HouseFile(
-        pid=os.getpid(),
-        started=process_started(os.getpid()),
-        nats=nats_url,
-        nats_users=True,
-        ingest=f"http://{host}:{ports['ingest']}",
-        proxy=f"http://{host}:{ports['proxy']}",
-        analytics=f"http://{host}:{ports['analytics']}",
-        engine=engine_url,
-        model=options.model,
-    )
+        self._say(f"loading {options.model}")
+        self._wait(engine)
+        url = f"http://127.0.0.1:{(engine.facts() or {})['port']}"
+        return url, options.tokenizer or str(_model_card(url)["root"])
+
+    def _around_the_engine(self, engine_url: str, model_dir: str) -> list[Child]:
+        options, house = self._options, self._house
+        socket_path = str(_socket_path(house))
+        return [
+            self._service(
+                "proxy",
+                POLAR_PORT=str(self._ports["proxy"]),
+                POLAR_PROXY_ENGINES=f'["{engine_url}"]',
+                POLAR_PROXY_ENGINE_KIND=options.engine_kind,
+                POLAR_PROXY_SOCKET=socket_path,
+                **({"POLAR_PROXY_MODEL_DIR": model_dir} if model_dir else {}),
+            ),
+            self._service(
+                "analytics",
+                POLAR_PORT=str(self._ports["analytics"]),
+                POLAR_ANALYTICS_CHDB=str(house.chdb),
+                **({"POLAR_ANALYTICS_MODEL_DIR": model_dir} if model_dir else {}),
+            ),
+            self._service(
+                "gateway",
+                POLAR_GATEWAY_PROXY_URL=f"http://127.0.0.1:{self._ports['proxy']}",
+                POLAR_GATEWAY_PROXY_SOCKET=socket_path,
+                POLAR_GATEWAY_CLASSES=orjson.dumps(options.work_classes).decode(),
+                POLAR_GATEWAY_SLOTS=str(options.gateway_slots),
+                # A session that waits in READY spends its own time: few, where a slot is held for minutes.
+                POLAR_GATEWAY_READY=str(max(1, options.gateway_slots // 2)),
+                POLAR_GATEWAY_INIT_SLOTS="2",
+                POLAR_GATEWAY_CONTEXT_WINDOW=str(_model_card(engine_url).get("max_model_len") or 32_768),
+            ),
+        ]
+
+    def _told(self, engine_url: str) -> HouseFile:
+        at = {n: f"http://{self._options.host}:{self._ports[n]}" for n in ("ingest", "proxy", "analytics")}
+        return HouseFile(
+            pid=os.getpid(),
+            started=process_started(os.getpid()),
+            nats=self._nats,
+            nats_users=True,
+            engine=engine_url,
+            model=self._options.model,
+            **at,
+        )
 
 
 def _model_card(engine_url: str) -> dict[str, Any]:
