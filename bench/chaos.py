@@ -80,6 +80,7 @@ class Outcome:
             Result("attempts", self.verified.totals["attempts"], "1", float(facts["sessions"])),
             Result("callback_repeats", facts["callback_repeats"], "1"),
             Result("verify_findings", sum(self.verified.counts.values()), "1", note=str(self.verified.counts or "")),
+            Result("recovery_s_max", round(max(found.recoveries_s, default=0.0), 1), "s", 2 * self.options.lease_s),
             Result("settled_s", round(self.settled_s, 1), "s"),
             Result("seconds", round(self.seconds, 1), "s"),
         ]
@@ -189,7 +190,7 @@ async def _counted(
     settled = time.monotonic()
     bus = await _bus(house)
     try:
-        counted = await count(bus, work.tasks, callbacks.bodies, house.journals, house.engine_journal)
+        counted = await count(bus, work.tasks, callbacks.bodies, house.journals, house.engine_journal, house.killed_at)
         verified = await audit(LiveSource(bus), Options(settled=True))
     finally:
         await bus.close()

@@ -30,6 +30,8 @@ class Count:
     doubled: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     facts: Counter[str] = field(default_factory=Counter)
+    recoveries_s: list[float] = field(default_factory=list)
+    """From a gateway's kill to the `lost` of each attempt that it held."""
 
 
 @dataclass(slots=True)
@@ -42,17 +44,29 @@ class _Log:
     trained: Counter[str] = field(default_factory=Counter)
     blobs: dict[str, bytes] = field(default_factory=dict)
     subjects: Counter[str] = field(default_factory=Counter)
+    owners: dict[tuple[str, str], str] = field(default_factory=dict)
+    lost_at: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 async def count(
-    bus: Bus, tasks: dict[str, list[str]], callbacks: dict[str, Counter[bytes]], journals: Path, engine: Path
+    bus: Bus,
+    tasks: dict[str, list[str]],
+    callbacks: dict[str, Counter[bytes]],
+    journals: Path,
+    engine: Path,
+    killed_at: dict[int, float],
 ) -> Count:
-    """`tasks`: what ingest acknowledged, task → sessions. `callbacks`: key → bodies received."""
+    """`tasks`: what ingest acknowledged, task → sessions. `callbacks`: key → bodies received. `killed_at`: by pid."""
     log = await _read(bus)
     found = Count()
     _ends(found, log, tasks)
     _harnesses(found, log, _lines(sorted(journals.glob("*.jsonl"))))
     _engine(found, log, _lines([engine]))
+    for attempt, at in log.lost_at.items():
+        # A gateway's name holds its process id.
+        pid = log.owners.get(attempt, "").split("-")[-2:-1]
+        if pid and (killed := killed_at.get(int(pid[0]))):
+            found.recoveries_s.append(at - killed)
     for subject, times in log.subjects.items():
         if times > 1:
             found.doubled.append(f"{subject} holds {times} messages")
@@ -81,16 +95,20 @@ async def _read(bus: Bus) -> _Log:
             log.trained[span["completion"]] += bool(span["trained"])
     async for stored in scan(bus, "POLAR_EVENTS_s1", [">"]):
         log.subjects[stored.subject] += 1
-        _event(log, stored.subject.split("."), orjson.loads(stored.body))
+        _event(log, stored.subject.split("."), orjson.loads(stored.body), stored.time.timestamp())
     return log
 
 
-def _event(log: _Log, tokens: list[str], body: dict[str, Any]) -> None:
+def _event(log: _Log, tokens: list[str], body: dict[str, Any], at: float) -> None:
     match tokens[3:]:
         case ["task", task, "accepted"]:
             log.accepted[task] = body["sessions"]
         case ["session", session, "0", "completed" | "failed" | "cancelled"]:
             log.ends[session] += 1
+        case ["session", session, attempt, "claimed"]:
+            log.owners[session, attempt] = str(body["gateway"])
+        case ["session", session, attempt, "lost"]:
+            log.lost_at[session, attempt] = at
         case ["completion", session, attempt, completion, "captured"]:
             log.captured[completion] = body | {"where": (session, int(attempt))}
         case ["build", "live", session, _]:

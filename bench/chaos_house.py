@@ -65,10 +65,12 @@ class ChaosHouse:
         self.engine_journal = directory / "engine.jsonl"
         self.journals.mkdir(parents=True)
         self.kills: Counter[str] = Counter()
+        self.killed_at: dict[int, float] = {}
+        """Process id → Unix seconds."""
         self._ports = {name: free_port() for name in ("ingest", "proxy", "analytics", "engine", "nats")}
         settings = {
             "POLAR_ENGINE_SCRIPT": "file",
-            "POLAR_ENGINE_SCRIPT_TOKEN_MS": "4",
+            "POLAR_ENGINE_SCRIPT_TOKEN_MS": "12",
             "POLAR_ENGINE_JOURNAL": str(self.engine_journal),
             "POLAR_GATEWAY_ISOLATION": "none",
             "POLAR_GATEWAY_REAP_S": "5",
@@ -137,6 +139,7 @@ class ChaosHouse:
         except ProcessLookupError:
             return ""
         self.kills[part] += 1
+        self.killed_at[pid] = time.time()
         return part
 
 
