@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from bench.chaos import ChaosOptions, run_chaos
 
 pytestmark = [pytest.mark.nats, pytest.mark.chdb, pytest.mark.timeout(540)]
