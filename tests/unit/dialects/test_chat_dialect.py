@@ -292,5 +292,6 @@ def test_errors_in_mid_stream_and_keepalive() -> None:
     # Its official clients see nothing but the message, and agents decide by its words whether to try again.
     assert encoder.fail(EngineDown("gone"))[0].data.startswith(b'data: {"error":{"message":"server error: gone"')
     assert encoder.fail(RequestError("no"))[0].data.startswith(b'data: {"error":{"message":"no"')
+    assert b'"code":502' in encoder.fail(EngineDown("gone"))[0].data
     assert encoder.keepalive().startswith(b":")
     assert encoder.end(USAGE)[-1].data == b"data: [DONE]\n\n"

@@ -230,3 +230,31 @@ def test_the_event_is_what_the_vocabulary_says() -> None:
     assert isinstance(event, CompletionCaptured)
     assert event.sampling.temperature == 1.0 and event.engine.replica == "e0" and event.context_exact is True
     assert event.usage == {"prompt_tokens": 6, "completion_tokens": 2, "cached_tokens": 0, "reasoning_tokens": 0}
+
+
+def test_a_turn_that_says_nothing_is_left_out_and_named() -> None:
+    """opencode keeps an empty turn for an answer whose stream broke."""
+    talk = Talk()
+    one = talk.call(user("q"), answer="!look()|")
+    call = one.answer.tool_calls[0]
+    two = talk.call(user("q"), said(""), said(call), result(call.id))
+    assert two.parent is one and talk.last is not None
+    assert talk.last.prompt.tolist() == [*ids("u:q|a:"), *ids("!look()|"), *ids("t:done|a:")]
+    assert talk.events[-1][1].dropped == ("messages[1]",)
+    three = talk.call(user("q"), said(""), said(call), result(call.id), said(), said("ok"), user("r"))
+    assert three.parent is two and talk.events[-1][1].dropped == ("messages[1]", "messages[4]")
+
+
+def test_a_turn_that_was_sampled_empty_stays() -> None:
+    talk = Talk()
+    one = talk.call(user("q"), answer="|")
+    two = talk.call(user("q"), said(""), user("r"))
+    assert two.parent is one and talk.events[-1][1].dropped == ()
+    assert talk.last is not None and talk.last.prompt.tolist() == ids("u:q|a:|u:r|a:")
+
+
+def test_an_empty_turn_of_a_history_that_is_not_ours_is_shown() -> None:
+    talk = Talk()
+    talk.call(user("q"), said(""), user("r"))
+    assert talk.last is not None and talk.last.prompt.tolist() == ids("u:q|a:|u:r|a:")
+    assert talk.events[-1][1].dropped == ()

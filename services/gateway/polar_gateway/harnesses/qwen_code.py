@@ -35,6 +35,10 @@ class QwenCode(Harness):
                 "generationConfig": {
                     "timeout": int(ctx.call_timeout_s * 1000),
                     "maxRetries": ctx.retries,
+                    # Also of a stream that broke off: else it keeps half an answer and asks for the other half.
+                    "retryErrorCodes": [500, 502, 503, 504, 529],
+                    "retryInitialDelayMs": 1000,
+                    "retryMaxDelayMs": 30_000,
                     "contextWindowSize": ctx.context_window,
                     "samplingParams": {"max_tokens": ctx.max_tokens_per_call},
                 },

@@ -15,13 +15,14 @@ from polar_render.base import Head, Renderer, ToolCallDone
 from polar_render.messages import Message, text_of
 from polar_render.records import Ids
 
+from .hollow import match_without_hollow
 from .match import Keys, Match, chain_class, find, keys_of, nearest
 from .nodes import Node, SessionIndex
 
 __all__ = ["Plan", "head_of", "plan", "plan_native"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
     """What is decided before the engine is asked. `prompt` int32[P]; a guess where `native` is set.
 
@@ -64,6 +65,8 @@ def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: He
     """
     keys = keys_of(request.messages, key)
     match, edited = find(index, request, keys)
+    if (fuller := match_without_hollow(index, request, key, match)) is not None:
+        request, keys, match = fuller
     header = ("stripped_header",) if request.billing else ()
     if match is not None:
         continued, refused = _continued(match, request, renderer, head, keys, header, keep)

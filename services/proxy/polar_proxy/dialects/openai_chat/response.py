@@ -178,13 +178,13 @@ class ChatEncoder:
         return frames
 
     def fail(self, error: PolarError) -> list[Frame]:
-        return [Frame(b"data: " + error_body(in_stream(error)) + b"\n\n", actionable=True)]
+        return [Frame(b"data: " + error_body(in_stream(error), numbered=True) + b"\n\n", actionable=True)]
 
     def keepalive(self) -> bytes:
         return b": keepalive\n\n"
 
 
-def _code(what: Fault) -> tuple[str, str | None]:
+def _code(what: Fault) -> tuple[str, str | int | None]:
     if what.overflow:
         return "invalid_request_error", "context_length_exceeded"
     codes = {
@@ -200,9 +200,12 @@ def _code(what: Fault) -> tuple[str, str | None]:
     return codes.get(what.status, (what.kind or "invalid_request_error", None))
 
 
-def error_body(what: Fault) -> bytes:
-    """OpenAI's error object; `param` is the offending path."""
+def error_body(what: Fault, *, numbered: bool = False) -> bytes:
+    """OpenAI's error object; `param` is the offending path. `numbered`: where there is no status line, the code of a
+    server's error is its status, as other engines say it."""
     kind, code = _code(what)
+    if numbered and code is None and what.status >= 500:
+        code = what.status
     message = what.message
     if what.overflow:
         message = f"Your input exceeds the context window of this model (maximum context length): {message}"
