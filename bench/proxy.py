@@ -29,7 +29,7 @@ from polar_common.topology import Topology, apply
 
 SECRET = "bench-secret"
 PROMPT = 512
-SLICES = 10
+SLICES = 20
 WORDS = (
     "read the file and edit it then run all tests again because one of them fails when a number is odd or the list "
     "has no value so that every line is checked before you write the result into a new place"
@@ -199,7 +199,7 @@ def cpu(home: House, model: Path, count: int) -> list[Result]:
                 mine.append(_spent(home.proxy.pid, home.proxy.port, talks))
                 beside.append((cpu_seconds(home.nats_pid) - nats) / len(talks.talks) * 1e3)
             value, base = median(mine), median(floor)
-            note = f"bar {bar} ms, best slice {min(mine):.3f}, NATS {median(beside):.3f}"
+            note = f"bar {bar} ms; best slices {min(mine):.3f} and {min(floor):.3f}; NATS {median(beside):.3f}"
             results.append(Result(name, round(value, 4), "ms", round(base, 4), round(value / base, 3), note))
     return results
 

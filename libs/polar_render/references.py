@@ -42,7 +42,7 @@ class Echo:
     completion: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Link:
     """What a later completion has to know about an acknowledged one in order to refer to it.
 
@@ -61,7 +61,7 @@ class Link:
     message_links: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Written:
     """A completion's references as JSON (`PromptRef`, `MessagesRef`), the bodies to be stored before it, and the link
     for those that come after it."""

@@ -144,7 +144,7 @@ class Proxy:
     async def _listen(self, app: ProxyApp) -> None:
         settings = self.settings
         http = BoundedProtocol.bounded(settings.proxy_header_limit, settings.proxy_request_s)
-        options: dict[str, Any] = {"http": http, "loop": "none", "ws": "none"}
+        options: dict[str, Any] = {"http": http, "loop": "none", "ws": "none", "proxy_headers": False}
         tcp = await serve_http(app, self.house, host=settings.host, port=settings.port, **options)
         self.house.background("http", tcp)
         path = settings.socket_path

@@ -173,6 +173,7 @@ class ProxyApp:
             return
         if path == "/metrics":
             METRICS.sessions.set(len(service.sessions))
+            METRICS.running.set(service.count_running)
             await exchange.answer(200, {"content-type": "text/plain; version=0.0.4"}, METRICS.text())
         elif path == "/internal/doctor":
             checks = await diagnose(service)

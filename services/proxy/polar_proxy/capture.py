@@ -15,7 +15,6 @@ import numpy as np
 import orjson
 
 from polar_common.events import EngineFacts, SamplingUsed, now
-from polar_common.ids import new_id
 from polar_common.keys import SessionKey
 from polar_proxy.dialects.base import Minted, Reply, Usage
 from polar_render.base import Renderer
@@ -35,7 +34,7 @@ __all__ = ["CallFacts", "Captured", "build", "engine_json", "reply_of"]
 _UNFAITHFUL = ("image_placeholder",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class CallFacts:
     """What is known of a call besides plan and sample. Times in Unix seconds and seconds. `engine`: `engine_json`."""
 
@@ -56,7 +55,7 @@ class CallFacts:
     delivered: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Captured:
     """A `CompletionCaptured` ready to be published after its blobs, and what follows from it."""
 
@@ -98,7 +97,7 @@ def build(index: SessionIndex, plan: Plan, sample: Sample, facts: CallFacts, ren
     usage = Usage(len(sent), len(ids), min(sample.cached_tokens, len(sent)), _thinking_tokens(parts, len(ids)))
     stable, blobs = _stable(index, plan, sample, facts, verdict, written, ids, usage)
     head: dict[str, Any] = {
-        "kind": "completion.captured", "schema_version": 1, "event_id": new_id(), "time": now(),
+        "kind": "completion.captured", "schema_version": 1, "event_id": facts.completion, "time": now(),
         "producer": facts.producer,
     }  # fmt: skip
     body = orjson.dumps(head)[:-1] + b"," + stable[1:]

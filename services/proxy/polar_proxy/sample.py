@@ -118,7 +118,7 @@ def _saying(event: _Delta, text: str) -> _Delta:
     return ToolCallDelta(event.index, text) if isinstance(event, ToolCallDelta) else type(event)(text)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sample:
     """A complete sample. `parts` end before the stop string; `closed`: the ids end with an end-of-turn id."""
 

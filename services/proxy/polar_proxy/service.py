@@ -108,13 +108,11 @@ class ProxyService:
             self._check(request)
             session.running += 1
             self._count += 1
-            METRICS.running.inc()
             try:
                 await self._admitted(exchange, dialect, session, request)
             finally:
                 session.running -= 1
                 self._count -= 1
-                METRICS.running.dec()
         except PolarError as error:
             await self._refuse(exchange, dialect, key, session, request, error)
 
@@ -146,7 +144,8 @@ class ProxyService:
             return
         request, noted = self._images(request)
         made = await self._plan(session, request, renderer)
-        made = replace(made, dropped=noted, additions=made.additions + (("image_placeholder",) if noted else ()))
+        if noted:
+            made = replace(made, dropped=noted, additions=(*made.additions, "image_placeholder"))
         replica = self.pool.pick(f"{session.key.session}.{session.key.attempt}.{request.hints.agent}")
         call = self._call(exchange, dialect, session, made, renderer, replica)
         session.index.calls += len(call.choices)

@@ -75,10 +75,21 @@ def _equal(sent: Ids, reported: Sequence[int]) -> bool:
     return len(sent) == len(reported) and sent.tolist() == reported
 
 
+def _plain(logprobs: Sequence[float | None]) -> bool:
+    """Whether all are numbers that a log-prob can be: cheaper than asking numpy about a few dozen."""
+    try:
+        total = sum(logprobs)  # type: ignore[arg-type]
+        return total - total == 0.0 and max(logprobs) <= _ABOVE_ZERO  # type: ignore[type-var,operator]
+    except TypeError:
+        return False
+
+
 def _values(logprobs: Sequence[float | None] | None) -> tuple[npt.NDArray[np.float32] | None, int | None]:
     """float32 values (null becomes NaN) and the first index that isn't a log-prob."""
     if logprobs is None:
         return None, None
+    if logprobs and _plain(logprobs):
+        return np.array(logprobs, dtype=np.float32), None
     try:
         values = np.array(logprobs, dtype=np.float32)
     except (TypeError, ValueError):

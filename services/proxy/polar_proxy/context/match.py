@@ -18,7 +18,7 @@ _RECENT = 16
 """Conversations that are compared where nothing is continued."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Keys:
     """Prefix keys of a request. `at[i]` stands for head + messages[: i + 1]; `calls` is what `prefix_keys` filled."""
 
@@ -37,7 +37,7 @@ def keys_of(messages: Sequence[Message], head: bytes) -> Keys:
     return Keys(head, tuple(prefix_keys(messages, head, calls)), calls)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Match:
     """The call that is continued: its answer is message `position` of the request.
 

@@ -31,7 +31,7 @@ class NativePrompt:
     tool_choice: Json = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class GenerateRequest:
     """One sample of one prompt. `prompt` int32[P]; empty with `native`, where the engine's template makes the ids.
 
