@@ -106,7 +106,8 @@ def build_session(
     calls = [c if isinstance(c, Call) else call(*c, blobs, prepared.engines) for c in prepared.captured]
     cut = [aborted(doc, sequence, blobs) for doc, sequence in prepared.aborted]
     _number(calls, cut)
-    excluded = dict(selection.excluded) | {a.id: "aborted" for a in cut}
+    went_on = {c.parent for c in calls if c.parent_by == "adopted"}
+    excluded = dict(selection.excluded) | {a.id: "adopted_partial" if a.id in went_on else "aborted" for a in cut}
     if rules.adopted_partial == "train":
         calls, adopted = adopt(calls, cut)
         excluded = {name: reason for name, reason in excluded.items() if name not in adopted}

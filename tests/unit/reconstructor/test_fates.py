@@ -140,7 +140,7 @@ def adopted() -> Script:
 
 def test_an_adopted_partial_is_context_by_default_and_the_chain_goes_on() -> None:
     made = built(adopted())
-    assert made.excluded == {"p": "aborted"}
+    assert made.excluded == {"p": "adopted_partial"}
     assert trained(made) == [["c1", "c2"]] and masks(made) == ["110000011"]
     assert spans(made)[1]["additions"] == ["adopted_partial"]
 
@@ -150,6 +150,36 @@ def test_an_adopted_partial_can_be_trained() -> None:
     assert made.excluded == {}
     assert trained(made) == [["c1", "p", "c2"]] and masks(made) == ["110110011"]
     assert made.traces[0].draft.logprobs[3:5].tolist() == [-0.25, -0.25]
+
+
+def adopted_of_captured() -> Script:
+    """A whole answer [10, 11, 12, 13, E], recorded, whose stream broke behind [10, 11]."""
+    script = Script().call("c1", [1], [20, E]).call("b", [1, 20, E, 5], [10, 11, 12, 13, E], parent="c1")
+    script.undelivered("b")
+    return script.call(
+        "c2", [1, 20, E, 5, 10, 11, E, 6], [30, E], parent="b", parent_by="adopted", base="b", shared=6,
+        additions=("synthesised_close", "adopted_partial"), chain_class="continued",
+    ).ended()  # fmt: skip
+
+
+def test_a_recorded_answer_of_which_the_harness_had_the_beginning_is_adopted_alike() -> None:
+    made = built(adopted_of_captured())
+    assert made.excluded == {"b": "adopted_partial"}
+    assert trained(made) == [["c1", "c2"]] and masks(made) == ["110000011"]
+    made = built(adopted_of_captured(), adopted_partial="train")
+    assert made.excluded == {}
+    assert trained(made) == [["c1", "b", "c2"]] and masks(made) == ["110110011"]
+    assert spans(made)[1]["additions"] == ["adopted_partial"] and spans(made)[1]["length"] == 2
+
+
+def test_an_answer_that_was_also_gone_on_with_in_full_is_trained_in_full() -> None:
+    script = adopted_of_captured()
+    del script.events[-3:]
+    script.call("c3", [1, 20, E, 5, 10, 11, 12, 13, E, 7], [31, E], parent="b").ended()
+    for option in ("mask", "train"):
+        made = built(script, adopted_partial=option)
+        assert made.excluded == {}
+        assert sorted(trained(made)) == [["b", "c3"], ["c1", "c2"]]
 
 
 def test_dead_attempts_and_late_calls_are_excluded_with_reasons() -> None:

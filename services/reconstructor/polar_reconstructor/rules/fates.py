@@ -27,6 +27,10 @@ def fates(
     extended = links.extended()
     missed = _undelivered(calls, extended, undelivered)
     found = {i: "replay" if c.replay_of else "empty" for i, c in enumerate(calls) if c.replay_of or not len(c.sampled)}
+    adopted = {c.parent for c in calls if c.parent_by == "adopted"}
+    for i, c in enumerate(calls):
+        if c.id in adopted and i not in extended:
+            found.setdefault(i, "adopted_partial")
     for group in links.siblings:
         for i, reason in _sibling_fates([i for i in group if i not in found], calls, extended, missed, rules):
             found.setdefault(i, reason)

@@ -33,7 +33,9 @@ def link(calls: Sequence[Call], contexts: Contexts) -> Links:
     ambiguous: set[int] = set()
     for i, c in enumerate(calls):
         said = index.get(c.parent) if c.parent else None
-        said = None if said == i else said
+        if said == i or (said is not None and c.parent_by == "adopted" and not contexts.extends(c, calls[said])):
+            # Only the beginning of that answer was gone on with.
+            said = None
         recorded.append(said)
         if said is not None and contexts.extends(c, calls[said]):
             parents.append(said)
