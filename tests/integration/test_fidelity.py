@@ -198,12 +198,13 @@ async def test_each_version_is_recomputed_with_its_own_weights(bus: Bus, tmp_pat
         client = EngineClient(running.url)
         talk = Talk(client, 1)
         prompt = random_ids(1, 40)
-        before = talk.call("c0", prompt)
+        before = talk.call("c0", prompt, engine={"weights_hash": weights_hash(TINY)})
         client.post("/update_weights", {"path": str(step), "version": "step-1"})
         second = [*prompt, *before, 4]
-        after = talk.call("c1", second, parent="c0", chain_class="continued")
+        later = {"engine": {"weights_hash": weights_hash(step)}, "chain_class": "continued"}
+        after = talk.call("c1", second, parent="c0", **later)
         mixed = [*second, *after, 5]
-        talk.call("c2", mixed, parent="c1", chain_class="continued", versions=[("step-1", 0), ("twin", 5)])
+        talk.call("c2", mixed, parent="c1", versions=[("step-1", 0), ("twin", 5)], **later)
     await talk.publish(bus)
     for number, version in enumerate(("step-1", "twin"), 1):
         await bus.once(

@@ -105,6 +105,9 @@ class _Checker:
 
     def _tasks(self, number: int, loaded: Loaded) -> list[_Task]:
         tasks = []
+        # The provenance names the weights behind the last call: those of all where there were no others.
+        versions = {part.version for span in loaded.spans for part in stretches(span)}
+        recorded = loaded.provenance.weights_hash if len(versions) == 1 else ""
         for span in loaded.spans:
             trained = int(loaded.mask[span.start : span.start + span.length].sum())
             if not span.trained or not trained:
@@ -112,10 +115,7 @@ class _Checker:
             self._report.spans += 1
             self._report.tokens += trained
             task = _Task(number, loaded, span, np.full(span.length, np.nan))
-            parts = stretches(span)
-            # The provenance names one set of weights: that of spans which saw no other.
-            recorded = loaded.provenance.weights_hash if len(parts) == 1 else ""
-            for part in parts:
+            for part in stretches(span):
                 place = self._policies.find(part.version, recorded)
                 if place.path is None:
                     task.failed = place.reason
