@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import nats.errors
 import pytest
+from nats.js.errors import APIError, NotFoundError
 
 from polar_common.bus import Bus
 from polar_common.ids import new_id
-from polar_common.nats_server import NatsConfig, NatsServer, free_port
-from polar_common.topology import Topology, apply
+from polar_common.nats_server import NatsCluster, NatsConfig, NatsServer, free_port
+from polar_common.topology import Topology, apply, streams
 
 
 def start_nats(directory: Path, **options: object) -> NatsServer:
@@ -28,6 +32,34 @@ def nats_server() -> Iterator[NatsServer]:
         server = start_nats(Path(directory), sync="2m")
         yield server
         server.stop("kill")
+
+
+@pytest.fixture(scope="session")
+def nats_cluster() -> Iterator[NatsCluster]:
+    """Three servers on loopback that replicate between them, shared by the tests of a session."""
+    with tempfile.TemporaryDirectory(prefix="polar-cluster-") as directory:
+        cluster = NatsCluster(Path(directory), sync="2m")
+        cluster.start()
+        yield cluster
+        cluster.stop("kill")
+
+
+async def replicated(cluster: NatsCluster) -> Bus:
+    """A bus on the cluster, with fresh streams of three replicas."""
+    connected = await Bus.connect(cluster.url, "test/bus")
+    topology = Topology(replicas=3)
+    for _ in range(100):
+        try:
+            for stream in streams(topology):
+                with suppress(NotFoundError):
+                    await connected.js.delete_stream(str(stream.name))
+            await apply(connected.js, topology)
+            return connected
+        except (APIError, TimeoutError, nats.errors.Error):
+            # No meta leader yet: the cluster is just coming up.
+            await asyncio.sleep(0.2)
+    await connected.close()
+    raise RuntimeError("the cluster has no leader")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from .errors import ConfigError
 from .permissions import inbox_prefix
@@ -16,12 +16,17 @@ __all__ = ["Connection", "connection", "with_user"]
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """`url` is free of secrets. `tls`: None for a plain connection."""
+    """`servers` are free of secrets. `tls`: None for a plain connection."""
 
-    url: str
+    servers: tuple[str, ...]
     user: str
     password: str
     tls: ssl.SSLContext | None
+
+    @property
+    def url(self) -> str:
+        """For people."""
+        return ",".join(self.servers)
 
     @property
     def inbox(self) -> str:
@@ -30,7 +35,7 @@ class Connection:
 
     def options(self) -> dict[str, Any]:
         """For `nats.connect`."""
-        found: dict[str, Any] = {"inbox_prefix": self.inbox.encode()}
+        found: dict[str, Any] = {"servers": list(self.servers), "inbox_prefix": self.inbox.encode()}
         if self.user:
             found |= {"user": self.user, "password": self.password}
         if self.tls is not None:
@@ -39,28 +44,32 @@ class Connection:
 
 
 def connection(url: str, user: str = "", password: str = "", tls: TlsSettings | None = None) -> Connection:
-    """From a URL, which may hold user and password, and explicit ones, which go before.
+    """From a URL (of a cluster: several, with commas), which may hold user and password; explicit ones go before.
 
     `tls://` asks for an encrypted connection; so does a certificate authority in the settings. Raises ConfigError for
     files that can't be read.
     """
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    clean = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
+    parts = [urlsplit(one.strip()) for one in url.split(",") if one.strip()]
+    if not parts:
+        raise ConfigError("no server is named", "nats")
+    servers = tuple(urlunsplit((p.scheme, p.netloc.rpartition("@")[2], p.path, p.query, "")) for p in parts)
     settings = tls or TlsSettings()
-    wanted = parts.scheme == "tls" or settings.nats_tls_ca is not None
+    wanted = any(p.scheme == "tls" for p in parts) or settings.nats_tls_ca is not None
     return Connection(
-        clean,
-        user or unquote(parts.username or ""),
-        password or unquote(parts.password or ""),
+        servers,
+        user or unquote(parts[0].username or ""),
+        password or unquote(parts[0].password or ""),
         _context(settings) if wanted else None,
     )
 
 
 def with_user(url: str, user: str, password: str) -> str:
     """A URL that says who connects: what commands get from the house's directory."""
-    scheme, _, host = url.partition("://")
-    return f"{scheme}://{user}:{password}@{host}" if user else url
+    if not user:
+        return url
+    first, *others = url.split(",")
+    scheme, _, host = first.partition("://")
+    return ",".join((f"{scheme}://{quote(user)}:{quote(password, safe='')}@{host}", *others))
 
 
 def _context(settings: TlsSettings) -> ssl.SSLContext:

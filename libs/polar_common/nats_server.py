@@ -13,9 +13,24 @@ from typing import Literal
 
 from .errors import ConfigError, Unavailable
 
-__all__ = ["NatsConfig", "NatsServer", "find_binary", "free_port", "server_config"]
+__all__ = ["NatsCluster", "NatsConfig", "NatsServer", "TlsFiles", "find_binary", "free_port", "server_config"]
 
 MAX_PAYLOAD = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The server's certificate; with `ca`, clients must show one that it signed."""
+
+    cert: Path
+    key: Path
+    ca: Path | None = None
+
+    def config(self) -> str:
+        lines = [f'  cert_file: "{self.cert}"', f'  key_file: "{self.key}"']
+        if self.ca is not None:
+            lines += [f'  ca_file: "{self.ca}"', "  verify: true"]
+        return "\n".join(["tls {", *lines, "}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,8 @@ class NatsConfig:
     cluster_port: int = 0
     routes: tuple[str, ...] = ()
     authorization: str = ""
-    """Further configuration text: accounts, users, permissions, TLS."""
+    """Further configuration text: accounts, users, permissions."""
+    tls: TlsFiles | None = None
     max_store_bytes: int = 0
     extra: dict[str, str] = field(default_factory=dict)
 
@@ -83,6 +99,8 @@ def server_config(config: NatsConfig) -> str:
             "}",
         ]
     lines += [f"{key}: {value}" for key, value in config.extra.items()]
+    if config.tls is not None:
+        lines.append(config.tls.config())
     if config.authorization:
         lines.append(config.authorization)
     return "\n".join(lines) + "\n"
@@ -140,3 +158,46 @@ class NatsServer:
                 self.process.kill()
                 self.process.wait(timeout_s)
         self.process = None
+
+
+class NatsCluster:
+    """Several servers on one host that replicate between them: for tests of what a real cluster does."""
+
+    def __init__(self, directory: Path, size: int = 3, sync: str = "always") -> None:
+        ports = [free_port() for _ in range(size)]
+        routes = tuple(f"nats://127.0.0.1:{port}" for port in ports)
+        self.servers = [
+            NatsServer(
+                NatsConfig(
+                    data=directory / f"n{number}" / "js",
+                    port=free_port(),
+                    name=f"{directory.name}-n{number}",
+                    sync=sync,
+                    cluster_name=directory.name,
+                    cluster_port=port,
+                    routes=routes,
+                )
+            )
+            for number, port in enumerate(ports)
+        ]
+
+    @property
+    def url(self) -> str:
+        """All servers, with commas between."""
+        return ",".join(server.url for server in self.servers)
+
+    def start(self) -> None:
+        """Start all. Clients wait until there is a leader."""
+        for server in self.servers:
+            server.start()
+
+    def stop(self, how: Literal["term", "kill"] = "term") -> None:
+        for server in self.servers:
+            server.stop(how)
+
+    def named(self, name: str) -> NatsServer:
+        """The server that calls itself so: what a stream tells of its leader. Raises Unavailable."""
+        for server in self.servers:
+            if server.config.name == name:
+                return server
+        raise Unavailable(f"no server is called {name}")

@@ -145,7 +145,7 @@ class Service:
 def _broker(where: Connection, name: str) -> NatsBroker:
     """The connection of a service: reconnects for ever."""
     return NatsBroker(
-        where.url,
+        where.servers,
         name=name,
         max_reconnect_attempts=-1,
         reconnect_time_wait=1,

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 import orjson
@@ -82,7 +83,7 @@ class Bus:
                 refused.set()
 
         nc = Client()
-        options = {
+        options: dict[str, Any] = {
             "name": producer,
             "error_cb": on_error,
             "max_reconnect_attempts": -1,
@@ -92,7 +93,7 @@ class Bus:
             **where.options(),
         }
         # With reconnects without end, the client's own `connect` doesn't end either.
-        connecting = spawn(nc.connect(where.url, **options), name="connect")
+        connecting = spawn(nc.connect(**options), name="connect")
         refusing = spawn(refused.wait(), name="refused")
         await asyncio.wait({connecting, refusing}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if connecting.done() and connecting.exception() is None:
