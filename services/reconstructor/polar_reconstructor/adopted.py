@@ -1,7 +1,7 @@
 """Answers whose stream broke and of which the harness went on with the finished items (EXACT §3).
 
 The adopting call's prompt shows the broken call's prompt, then a prefix of what it had sampled, then a close. By
-default that prefix is context. Where the rules say `train`, it becomes the broken call's sample, with its own log-probs;
+default that prefix is context. Where the rules say `train`, it becomes the broken call's sample with its own log-probs;
 what the harness never saw stays untrained. A call that was cut off by its engine records no sampling settings: those of
 the adopting call stand in.
 """
