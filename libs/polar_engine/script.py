@@ -98,7 +98,7 @@ class Script:
         thought = "<think>\nThe file has to be written.\n</think>\n\n" if "think" in self.flags else ""
         if "echo" in self.flags:
             return thought + (users[-1].strip() if users else "")
-        results = [text for _, text in turns if "<tool_response>" in text]
+        results = _rounds(turns)
         if calls := self._calls(offered, "".join(users), results):
             said = "" if results else "I will write the file."
             return thought + said + "".join(f"\n{self._call(n, a)}" for n, a in calls)
@@ -111,7 +111,7 @@ class Script:
         return thought + (_DONE + " Nothing else was changed." * 20 if "long" in self.flags else _DONE)
 
     def _calls(self, offered: set[str], asked: str, results: list[str]) -> list[tuple[str, dict[str, Any]]]:
-        """The tool calls that are due, none where the job is done."""
+        """The tool calls that are due, none where the job is done. `results`: what tools said, by round."""
         main = "SUBTASK" not in asked
         if results:
             if len(results) > 1:
@@ -138,6 +138,20 @@ class Script:
 
 def _asked(turns: list[tuple[str, str]]) -> list[str]:
     return [text for role, text in turns if role == "user" and "<tool_response>" not in text]
+
+
+def _rounds(turns: list[tuple[str, str]]) -> list[str]:
+    """What tools said, one text per answer that called them; templates give each result a turn, or all one."""
+    rounds: list[str] = []
+    before = ""
+    for _, text in turns:
+        if "<tool_response>" in text:
+            if "<tool_response>" in before:
+                rounds[-1] += text
+            else:
+                rounds.append(text)
+        before = text
+    return rounds
 
 
 def _offered(offered: set[str], name: str) -> str:
