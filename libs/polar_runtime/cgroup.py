@@ -40,7 +40,9 @@ def find() -> Hierarchies | None:
     if (_ROOT / "cgroup.controllers").exists():
         return _find_v2(_ROOT / own.get("", "/").lstrip("/"))
     parents = {}
-    for controller in ("memory", "pids", "cpuacct", "cpu"):
+    # Where cpu and cpuacct are one hierarchy, to be counted would mean to be scheduled as a group.
+    counted = not os.path.samefile(_ROOT / "cpu", _ROOT / "cpuacct") if (_ROOT / "cpuacct").is_dir() else False
+    for controller in ("memory", "pids", *(["cpuacct"] if counted else []), "cpu"):
         parent = _ROOT / controller / own.get(controller, "/").lstrip("/") / _NAME
         if _make(parent):
             parents[controller] = parent
@@ -61,8 +63,8 @@ def _find_v2(own: Path) -> Hierarchies | None:
         if base == _ROOT.parent or not _make(base / _NAME):
             continue
         with contextlib.suppress(OSError):
-            (base / "cgroup.subtree_control").write_text("+memory +pids +cpu")
-            (base / _NAME / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+            (base / "cgroup.subtree_control").write_text("+memory +pids")
+            (base / _NAME / "cgroup.subtree_control").write_text("+memory +pids")
             return Hierarchies({"": base / _NAME}, v2=True)
     return None
 
@@ -98,7 +100,13 @@ class Cgroup:
         self.v2 = hierarchies.v2
 
     def create(self, memory_mb: int, pids: int, cpus: float) -> None:
-        """Make the directories and set the limits. OSError where the kernel refuses."""
+        """Make the directories and set the limits. OSError where the kernel refuses.
+
+        The cpu controller only where cores are limited: it schedules by groups, and all attempts together would get
+        the share of one ordinary process.
+        """
+        if not cpus:
+            self.paths.pop("cpu", None)
         for path in self.paths.values():
             path.mkdir(exist_ok=True)
         if self.v2:
@@ -106,6 +114,9 @@ class Cgroup:
             self._set("", "memory.swap.max", 0)
             self._set("", "pids.max", pids)
             if cpus:
+                for parent in (self.paths[""].parents[1], self.paths[""].parent):
+                    with contextlib.suppress(OSError):
+                        (parent / "cgroup.subtree_control").write_text("+cpu")
                 self._set("", "cpu.max", f"{int(cpus * 100_000)} 100000")
             return
         self._set("memory", "memory.limit_in_bytes", memory_mb << 20)

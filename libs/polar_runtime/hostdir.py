@@ -210,7 +210,7 @@ class HostDirRuntime(Runtime):
         group = self._group
         self._stats = RuntimeStats(
             max(self._stats.peak_rss, group.peak_memory() if group else sampler.peak_rss),
-            group.cpu_s() if group else self._stats.cpu_s + sampler.cpu_s,
+            (group.cpu_s() if group else 0.0) or self._stats.cpu_s + sampler.cpu_s,
             max(self._stats.peak_procs, sampler.peak_procs, group.peak_pids() if group else 0),
         )
 
@@ -309,7 +309,9 @@ class HostDirRuntime(Runtime):
         if self._group is not None:
             self._group.kill()
             self._stats = RuntimeStats(
-                max(self._stats.peak_rss, self._group.peak_memory()), self._group.cpu_s(), self._stats.peak_procs
+                max(self._stats.peak_rss, self._group.peak_memory()),
+                max(self._stats.cpu_s, self._group.cpu_s()),
+                self._stats.peak_procs,
             )
             self._group.remove()
         elif not self._isolated:

@@ -65,7 +65,7 @@ class Sampler:
             pids = self._group.pids()
             self.peak_procs = max(self.peak_procs, len(pids), self._group.peak_pids())
             self.peak_rss = max(self.peak_rss, self._group.peak_memory())
-            self.cpu_s = max(self.cpu_s, self._group.cpu_s())
+            self.cpu_s = max(self.cpu_s, self._group.cpu_s() or procs.usage(pids).cpu_s)
             return pids
         pids = self._watched.members(self._limits.pids)
         self.peak_procs = max(self.peak_procs, len(pids))

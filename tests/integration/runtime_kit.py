@@ -91,11 +91,11 @@ class Unix:
     async def serve(self) -> asyncio.Server:
         self.path.parent.mkdir(exist_ok=True)
         self.path.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._answer, self.path)
+        server = await asyncio.start_unix_server(self.answer, self.path)
         os.chmod(self.path, 0o666)
         return server
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             self.seen.append(await reader.readuntil(b"\r\n\r\n"))
             if b"/hang" in self.seen[-1]:

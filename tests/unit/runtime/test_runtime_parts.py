@@ -166,6 +166,12 @@ def test_version_1_groups(tmp_path: Path) -> None:
     assert len(group.entry_files()) == 4
 
 
+def test_without_a_limit_of_cores_nobody_is_scheduled_as_a_group(tmp_path: Path) -> None:
+    group = cgroup.Cgroup(cgroup.Hierarchies({"pids": tmp_path, "cpu": tmp_path / "cpu"}, v2=False), "s.1")
+    group.create(100, 10, 0)
+    assert group.entry_files() == [str(tmp_path / "s.1" / "cgroup.procs")]
+
+
 def test_the_portable_python_needs_nothing_of_the_system() -> None:
     python = portable_python()
     assert python.argv[0].startswith("/polar/python/lib/ld-")
