@@ -156,6 +156,9 @@ class CompletionCaptured(SessionEvent):
     engine: EngineFacts
     agent: str = ""
     parent_agent: str = ""
+    """Of a sub-agent: the agent that started it, `main` where that has no name."""
+    spawned_by: str = ""
+    """A sub-agent's first call: the completion whose tool call started it, where that is known."""
     dropped: tuple[str, ...] = ()
     """JSON paths of what the harness sent and the engine couldn't be told."""
     billing: tuple[str, ...] = ()

@@ -142,6 +142,7 @@ def _stable(
         "constrained": facts.constrained, "versions": versions,
         "policy_seq": facts.policy_seq, "cached_tokens": usage.cached_tokens, "kv_salt": facts.salt,
         "kv_mixed": sample.kv_mixed, "agent": request.hints.agent, "parent_agent": request.hints.parent_agent,
+        "spawned_by": plan.spawned_by,
         "dropped": (*request.dropped, *plan.dropped), "billing": request.billing, "delivered": facts.delivered,
     }  # fmt: skip
     event.update({k: v for k, v in optional.items() if v or (k == "untrainable_at" and v == 0)})
@@ -185,8 +186,8 @@ def _node(
         base=base, shared=shared, own=own, position=position, answer=answer, parts=parts, finish=sample.finish,
         closed=sample.closed, link=written.link, request_hash=request.raw_hash, created=minted.created, usage=usage,
         sampled_from=len(written.link.context) - len(sample.ids), stop_sequence=sample.stop_sequence,
-        agent=request.hints.agent, parent=parent, additions=plan.additions, choice=facts.choice,
-        parallel_of=facts.parallel_of,
+        agent=request.hints.agent, parent_agent=request.hints.parent_agent, parent=parent, additions=plan.additions,
+        choice=facts.choice, parallel_of=facts.parallel_of,
     )  # fmt: skip
 
 

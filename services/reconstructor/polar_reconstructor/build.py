@@ -211,12 +211,12 @@ def _spawned(draft: Draft, calls: Sequence[Call]) -> tuple[int, str]:
     first = draft.calls[0]
     if not is_subagent(first):
         return 0, ""
-    above = [c for c in calls if c.agent == first.parent_agent and c.number < first.number]
+    above = [c for c in calls if (c.agent or "main") == first.parent_agent and c.number < first.number]
     parents = {c.agent: c.parent_agent for c in calls if c.parent_agent}
     depth, at = 1, first.parent_agent
     while at in parents and depth <= len(parents):
         at, depth = parents[at], depth + 1
-    return depth, above[-1].id if above else ""
+    return depth, first.spawned_by or (above[-1].id if above else "")
 
 
 def _account(

@@ -258,3 +258,57 @@ def test_an_empty_turn_of_a_history_that_is_not_ours_is_shown() -> None:
     talk.call(user("q"), said(""), user("r"))
     assert talk.last is not None and talk.last.prompt.tolist() == ids("u:q|a:|u:r|a:")
     assert talk.events[-1][1].dropped == ()
+
+
+TASK = "find out who calls parse"
+START = f'!agent({{"prompt": "{TASK}", "kind": "general"}})|'
+
+
+def test_a_conversation_about_a_tool_calls_argument_is_its_sub_agents() -> None:
+    """Qwen Code and Gemini CLI say nothing of their sub-agents in headers."""
+    talk = Talk()
+    main = talk.call(user("q"), answer=START)
+    child = talk.call(SYSTEM, Message("user", (Text("reminder"), Text(TASK))), answer="!look()|")
+    event = talk.events[-1][1]
+    name = main.answer.tool_calls[0].id
+    assert (event.chain_class, event.agent, event.parent_agent) == ("subagent", name, "main")
+    assert event.spawned_by == main.completion and child.parent is None
+    call = child.answer.tool_calls[0]
+    talk.call(SYSTEM, Message("user", (Text("reminder"), Text(TASK))), said(call), result(call.id))
+    event = talk.events[-1][1]
+    assert (event.chain_class, event.agent, event.parent_agent, event.spawned_by) == ("continued", name, "main", "")
+    again = talk.call(user("q"), said(*main.answer.parts), result(name, "nobody"))
+    assert again.parent is main and (again.agent, again.parent_agent) == ("", "")
+
+
+def test_a_sub_agents_own_name_and_its_sub_agents_parent() -> None:
+    talk = Talk()
+    first = talk.call(user("q"), answer=START)
+    second = talk.call(user(TASK), hints=Hints(agent="a7"), answer=START.replace("parse", "render"))
+    assert (second.agent, second.parent_agent) == ("a7", "main")
+    deep = talk.call(user(TASK.replace("parse", "render")), hints=Hints(agent="a8"))
+    assert (deep.agent, deep.parent_agent) == ("a8", "a7")
+    assert [e.spawned_by for _, e in talk.events] == ["", first.completion, second.completion]
+
+
+def test_a_named_agent_beside_a_nameless_one_is_a_sub_agent_though_its_start_was_not_seen() -> None:
+    talk = Talk()
+    talk.call(user("q"))
+    lonely = talk.call(user("else"), hints=Hints(agent="a7"))
+    assert talk.events[-1][1].chain_class == "subagent"
+    assert (lonely.agent, lonely.parent_agent) == ("a7", "main")
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked"),
+    [
+        ('!look({"path": "src"})|', user("src")),
+        ('!look({"path": "src/parse.py"})|', user("look at src/parse.py")),
+        ('!look({"prompt": "a question of its own)|', user("a question of its own")),
+    ],
+)
+def test_other_conversations_are_roots(answer: str, asked: Message) -> None:
+    talk = Talk()
+    talk.call(user("q"), answer=answer)
+    talk.call(asked)
+    assert talk.events[-1][1].chain_class == "root" and talk.events[-1][1].spawned_by == ""

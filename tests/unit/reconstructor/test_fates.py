@@ -228,3 +228,19 @@ def test_a_timeout_yields_all_captured_completions_and_says_that_it_was_cut() ->
 def test_no_completions_is_an_empty_build() -> None:
     made = built(Script().ended())
     assert (made.traces, made.excluded, made.trained) == ([], {}, 0)
+
+
+def test_a_sub_agent_of_a_nameless_agent_belongs_to_the_call_that_started_it() -> None:
+    """The main agent had gone on before the sub-agent's first call arrived."""
+    script = Script().call("m1", [1], [10, E]).call("m2", [1, 10, E, 5], [20, E], parent="m1")
+    child = {"agent": "call_m1_0", "parent_agent": "main"}
+    script.call("s1", [7], [70, E], chain_class="subagent", spawned_by="m1", **child)
+    script.call("s2", [7, 70, E, 6], [71, E], parent="s1", **child)
+    script.call("t1", [8], [80, E], chain_class="subagent", agent="other", parent_agent="main").ended()
+    made = built(script)
+    assert [(t.draft.role, t.depth, t.parent_call) for t in made.traces] == [
+        ("main", 0, ""),
+        ("call_m1_0", 1, "m1"),
+        ("other", 1, "m2"),
+    ]
+    assert {s["agent_role"] for s in made.traces[1].draft.spans} == {"call_m1_0"}

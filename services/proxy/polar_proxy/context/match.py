@@ -10,6 +10,7 @@ from polar_proxy.dialects.base import ChatRequest, Hints, completion_of
 from polar_render.canonical import canonical_key, prefix_keys, same_thinking
 from polar_render.messages import Message, Part, ToolCall, text_of
 
+from .agents import spawner
 from .nodes import Node, SessionIndex
 
 __all__ = ["Keys", "Match", "chain_class", "find", "first_calls", "keys_of", "minted_names", "names", "nearest"]
@@ -159,6 +160,8 @@ def chain_class(index: SessionIndex, request: ChatRequest, keys: Keys, *, edited
         return "thinking"
     if hints.agent and hints.agent not in index.agents and (hints.parent_agent or "spawn" in hints.request_kind):
         return "subagent"
+    if spawner(index, request.messages) is not None:
+        return "subagent"
     related = _related(index, request.messages)
     if related is not None:
         return related
@@ -166,7 +169,7 @@ def chain_class(index: SessionIndex, request: ChatRequest, keys: Keys, *, edited
         return "edited"
     if _summarised(index, request.messages):
         return "compaction"
-    if hints.agent and index.agents and hints.agent not in index.agents:
+    if hints.agent and hints.agent not in index.agents:
         return "subagent"
     return "unknown_parent" if any(m.role == "assistant" for m in request.messages[:-1]) else "root"
 

@@ -50,6 +50,7 @@ class Node:
     """Length of the prompt: the context's sampled ids begin here."""
     stop_sequence: str | None = None
     agent: str = ""
+    parent_agent: str = ""
     parent: Node | None = None
     additions: tuple[str, ...] = ()
     delivery: Delivery = "pending"

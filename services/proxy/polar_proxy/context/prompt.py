@@ -15,6 +15,7 @@ from polar_render.base import Head, Renderer, ToolCallDone
 from polar_render.messages import Message, text_of
 from polar_render.records import Ids
 
+from .agents import attributed
 from .hollow import match_without_hollow
 from .match import Keys, Match, chain_class, find, keys_of, nearest
 from .nodes import Node, SessionIndex
@@ -42,6 +43,7 @@ class Plan:
     shared: int = 0
     prefill_tokens: int = 0
     dropped: tuple[str, ...] = ()
+    spawned_by: str = ""
     native: NativePrompt | None = None
 
 
@@ -69,18 +71,20 @@ def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: He
         request, keys, match = fuller
     header = ("stripped_header",) if request.billing else ()
     if match is not None:
+        request, _ = attributed(index, request, match.node, "continued")
         continued, refused = _continued(match, request, renderer, head, keys, header, keep)
         if continued is not None:
             return continued
         chain: ChainClass = refused
     else:
         chain = chain_class(index, request, keys, edited_thinking=edited)
+    request, by = attributed(index, request, match.node if match else None, chain)
     ids = renderer.render(request.messages, head, prefill=request.prefill)
     base, shared = _relative(index, keys, match, request.messages)
     tokens = len(ids) - len(renderer.render(request.messages[:-1], head)) if request.prefill else 0
     return Plan(
         request, head, keys, _ids(ids), chain=chain, additions=header, base=base, shared=shared,
-        prefill_tokens=max(0, tokens),
+        prefill_tokens=max(0, tokens), spawned_by=by,
     )  # fmt: skip
 
 
@@ -94,6 +98,7 @@ def plan_native(
     """
     keys = keys_of(request.messages, key)
     match, _ = find(index, request, keys)
+    request, by = attributed(index, request, match.node if match else None, "native")
     base, shared = _relative(index, keys, match, request.messages)
     try:
         ids = renderer.render(request.messages, head, prefill=request.prefill)
@@ -105,7 +110,7 @@ def plan_native(
         request, head, keys, _ids(ids), chain="native", base=base, shared=shared,
         parent=match.node if match else None, by=match.by if match else "none",
         ambiguous=match.ambiguous if match else False,
-        native=None if ids_in else NativePrompt(request.messages, head, request.prefill),
+        native=None if ids_in else NativePrompt(request.messages, head, request.prefill), spawned_by=by,
     )  # fmt: skip
 
 

@@ -176,6 +176,7 @@ def _node(
         sampled_from=event.prompt.length,
         stop_sequence=stop,
         agent=event.agent,
+        parent_agent=event.parent_agent,
         parent=parent,
         additions=event.additions,
         choice=event.choice,
