@@ -37,6 +37,8 @@ from .weights import Weights
 
 __all__ = ["Proxy", "run"]
 
+_FIRST_PROBE_S = 20.0
+
 
 _ADAPTERS: dict[str, type[VllmEngine] | type[SglangEngine]] = {
     "vllm": VllmEngine,
@@ -104,7 +106,8 @@ class Proxy:
         settings, bus = self.settings, self.house.bus
         window, renderers = self._renderers()
         pool = Pool(self._made if self._made is not None else engines(settings))
-        await pool.probe()
+        # Ready without its engines too: it says so, and they may come later.
+        await asyncio.wait({spawn(pool.probe(), name="first probe")}, timeout=_FIRST_PROBE_S)
         sessions = Sessions(bus, {"keep": renderers.keep, "follow": renderers.follow}, settings.proxy_sessions)
         service: ProxyService
         seals = Seals(bus, settings.segment, lambda s, a: service.sealed(s, a))

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 import structlog
 
 from polar_common.errors import EngineBusy, EngineDown, EngineError
+from polar_common.tasks import cancel_and_wait, spawn
 
 from .base import Capabilities, Engine
 
 __all__ = ["Pool", "Replica"]
 
 _STICKY = 16_384
+_PROBE_S = 60.0
+"""A real engine's first token after its start takes a while."""
 _log = structlog.get_logger(__name__)
 
 
@@ -102,23 +105,31 @@ class Pool:
         await asyncio.gather(*(self._check(r) for r in self.replicas))
 
     async def watch(self, every_s: float) -> None:
-        """Check for ever. A replica that returns is probed again: it may have come back as another."""
+        """Check for ever, each replica for itself: one that is slow to answer mustn't hide another's end."""
+        checks = [spawn(self._watch(r, every_s), name=f"watch:{r.engine.replica}") for r in self.replicas]
+        try:
+            await asyncio.gather(*checks)
+        finally:
+            await cancel_and_wait(*checks)
+
+    async def _watch(self, replica: Replica, every_s: float) -> None:
         while True:
+            await self._check(replica)
             await asyncio.sleep(every_s)
-            await self.probe()
 
     async def _check(self, replica: Replica) -> None:
+        """A replica that returns is probed again: it may have come back as another."""
         try:
             well = await replica.engine.healthy()
             if well and not replica.healthy:
-                await replica.probe()
+                async with asyncio.timeout(_PROBE_S):
+                    await replica.probe()
                 _log.info("engine is there", replica=replica.engine.replica)
             elif not well and replica.healthy:
                 _log.warning("engine is gone", replica=replica.engine.replica)
             replica.healthy = well and replica.capabilities is not None
-        except EngineError as error:
-            if replica.healthy:
-                _log.warning("engine can't be probed", replica=replica.engine.replica, error=str(error))
+        except (EngineError, TimeoutError) as error:
+            _log.warning("engine can't be probed", replica=replica.engine.replica, error=repr(error))
             replica.healthy = False
 
     async def close(self) -> None:
