@@ -24,7 +24,7 @@ from polar_render import load_renderer, profile_for
 from .handlers import Projector
 from .settings import AnalyticsSettings
 from .store import Store
-from .tracing import session_tokens
+from .tracing import as_numbers, session_tokens
 from .views import VIEWS
 
 __all__ = ["make_app", "run"]
@@ -158,10 +158,10 @@ async def _run(settings: AnalyticsSettings) -> None:
             )
             projectors.append(projector)
             service.background(f"project:{stream}", _runner(projector, service.stop))
-        decode = await asyncio.to_thread(_decoder, settings)
+        decode, tokenizer_hash = await asyncio.to_thread(_decoder, settings)
 
         async def traces(session: str, build: str) -> list[dict[str, Any]]:
-            return await session_tokens(service.bus, session, build, decode)
+            return await session_tokens(service.bus, session, build, decode, tokenizer_hash)
 
         app = make_app(store, projectors, settings.token.get_secret_value(), traces)
         service.background("http", await serve_http(app, service, host=settings.host, port=settings.port))
@@ -172,11 +172,12 @@ async def _run(settings: AnalyticsSettings) -> None:
         await store.close()
 
 
-def _decoder(settings: AnalyticsSettings) -> Callable[[Sequence[int]], list[str]]:
-    """Token ids to text with the model's tokenizer; without one, ids are shown as numbers."""
+def _decoder(settings: AnalyticsSettings) -> tuple[Callable[[Sequence[int]], list[str]], str]:
+    """Token ids to text with the model's tokenizer, and that tokenizer's hash; without one, ids are shown as numbers."""
     if settings.analytics_model_dir is None:
-        return lambda ids: [f"{i} " for i in ids]
-    return load_renderer(profile_for(settings.analytics_model_dir)).decode_tokens
+        return as_numbers, ""
+    renderer = load_renderer(profile_for(settings.analytics_model_dir))
+    return renderer.decode_tokens, renderer.provenance.tokenizer_hash
 
 
 def _runner(projector: Projector, stop: asyncio.Event) -> Callable[[], Awaitable[None]]:

@@ -13,7 +13,7 @@ from polar_common.subjects import session_traces
 from polar_common.topology import TRACES
 from polar_common.traces import Span, Trace
 
-__all__ = ["MOST_TOKENS", "session_tokens", "token_entries"]
+__all__ = ["MOST_TOKENS", "as_numbers", "session_tokens", "token_entries"]
 
 MOST_TOKENS = 20_000
 Decode = Callable[[Sequence[int]], list[str]]
@@ -50,8 +50,15 @@ def token_entries(
     return out
 
 
-async def session_tokens(bus: Bus, session: str, build: str, decode: Decode) -> list[dict[str, Any]]:
-    """All traces of a session in a build, decoded; at most `MOST_TOKENS` tokens of each."""
+def as_numbers(ids: Sequence[int]) -> list[str]:
+    """Ids shown as what they are, where there is no tokenizer that made them."""
+    return [f"{i} " for i in ids]
+
+
+async def session_tokens(
+    bus: Bus, session: str, build: str, decode: Decode, tokenizer_hash: str
+) -> list[dict[str, Any]]:
+    """All traces of a session in a build, at most `MOST_TOKENS` tokens of each; decoded if this tokenizer made them."""
     blobs = Blobs(bus, segment_of(session))
     found = await bus.read(TRACES, [session_traces(build, task_of(session), session)])
     out = []
@@ -64,7 +71,9 @@ async def session_tokens(bus: Bus, session: str, build: str, decode: Decode) -> 
             for c in (trace.prompt_ids, trace.response_ids, trace.loss_mask, trace.logprobs)
         ]
         prompt, response, mask, logprobs = columns
-        text = decode([*prompt, *response])
+        made_by = trace.provenance.tokenizer_hash
+        ours = not (made_by and tokenizer_hash) or made_by == tokenizer_hash
+        text = (decode if ours else as_numbers)([*prompt, *response])
         out.append(
             {
                 "trace_id": trace.trace_id,
