@@ -173,7 +173,7 @@ async def _run(settings: AnalyticsSettings) -> None:
 
 
 def _decoder(settings: AnalyticsSettings) -> tuple[Callable[[Sequence[int]], list[str]], str]:
-    """Token ids to text with the model's tokenizer, and that tokenizer's hash; without one, ids are shown as numbers."""
+    """Token ids to text with the model's tokenizer, and its hash; without one, ids are shown as numbers."""
     if settings.analytics_model_dir is None:
         return as_numbers, ""
     renderer = load_renderer(profile_for(settings.analytics_model_dir))
