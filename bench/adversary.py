@@ -42,7 +42,7 @@ class Adversary(Engine):
         # How an answer ends: in text cut by length, at a stop string, or (mostly) with calls.
         end = rng.random()
         has = [f for f in ("split", "thinking") if rng.random() < 0.35]
-        stop = rng.choice(sampling["stop"]) if sampling["stop"] and 0.24 <= end < 0.56 else None
+        stop = rng.choice(sampling["stop"]) if sampling["stop"] and 0.24 <= end < 0.62 else None
         calls = 0
         if end < 0.24:
             has.append("length")

@@ -49,7 +49,7 @@ class ProxyApp:
             return
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         path: str = scope["path"]
-        exchange = Exchange(receive, send)
+        exchange = Exchange(receive, send, self._settings.proxy_stall_s)
         if path in ("/health", "/metrics") or path.startswith("/internal/"):
             await self._own(exchange, scope, headers)
             return

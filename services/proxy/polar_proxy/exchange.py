@@ -22,9 +22,15 @@ _SWEEP_S = 0.05
 class Exchange:
     """An ASGI request whose body has been read."""
 
-    __slots__ = ("_cycle", "_gone", "_receive", "_send", "_watch", "on_gone", "started", "task")
+    __slots__ = ("_cycle", "_gone", "_receive", "_send", "_stall_s", "_watch", "on_gone", "started", "task")
 
-    def __init__(self, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+        stall_s: float = 60.0,
+    ) -> None:
+        self._stall_s = stall_s
         self._receive = receive
         self._send = send
         self._cycle = getattr(receive, "__self__", None)
@@ -71,8 +77,23 @@ class Exchange:
         await self.send(body, more=False)
 
     async def _sent(self, message: Message) -> None:
+        flow = getattr(self._cycle, "flow", None)
         with suppress(OSError):
-            await self._send(message)
+            if flow is None or not flow.write_paused:
+                await self._send(message)
+                return
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await self._send(message)
+            except TimeoutError:
+                self._drop()
+
+    def _drop(self) -> None:
+        """Give up on a client that doesn't read: its buffers are full, so nothing can be told to it."""
+        self._gone = True
+        transport = getattr(self._cycle, "transport", None)
+        if transport is not None:
+            transport.abort()
 
 
 class Sweeper:

@@ -47,6 +47,8 @@ class ProxySettings(HouseSettings):
     """Bytes of a request's head."""
     proxy_request_s: Annotated[float, Field(gt=0)] = 30.0
     """Seconds within which a request must have arrived in full: slow senders hold nothing."""
+    proxy_stall_s: Annotated[float, Field(gt=0)] = 60.0
+    """A client that takes nothing of its answer for this long counts as gone."""
     proxy_nesting: Annotated[int, Field(ge=8)] = 128
     """Depth of a request's JSON."""
     proxy_session_concurrency: Annotated[int, Field(ge=1)] = 32

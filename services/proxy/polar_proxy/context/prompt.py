@@ -69,7 +69,7 @@ def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: He
     match, edited = find(index, request, keys)
     if (fuller := match_without_hollow(index, request, key, match)) is not None:
         request, keys, match = fuller
-    header = ("stripped_header",) if request.billing else ()
+    header: tuple[str, ...] = ("stripped_header",) if request.billing else ()
     if match is not None:
         request, _ = attributed(index, request, match.node, "continued")
         continued, refused = _continued(match, request, renderer, head, keys, header, keep)
@@ -83,7 +83,8 @@ def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: He
     base, shared = _relative(index, keys, match, request.messages)
     tokens = len(ids) - len(renderer.render(request.messages[:-1], head)) if request.prefill else 0
     return Plan(
-        request, head, keys, _ids(ids), chain=chain, additions=header, base=base, shared=shared,
+        request, head, keys, _ids(ids), chain=chain, additions=(*header, *_control(renderer, request.messages)),
+        base=base, shared=shared,
         prefill_tokens=max(0, tokens), spawned_by=by,
     )  # fmt: skip
 
@@ -135,7 +136,7 @@ def _continued(
     close: tuple[int, ...] = () if closed else renderer.close_ids
     if not closed and not close:
         return None, "bridge_refused"
-    added = dict.fromkeys((*node.additions, *header))
+    added = dict.fromkeys((*node.additions, *header, *_control(renderer, new)))
     if close:
         added["synthesised_close"] = None
     if match.calls is not None:
@@ -153,6 +154,14 @@ def _continued(
         request, head, keys, prompt, parent=node, by=match.by, ambiguous=match.ambiguous, chain="continued",
         additions=tuple(added), base=node, shared=min(node.size, node.position), prefill_tokens=max(0, tokens),
     ), "continued"  # fmt: skip
+
+
+def _control(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, ...]:
+    """Flags texts of users and tools that spell out special tokens: the model sees them as such."""
+    for message in messages:
+        if message.role in ("user", "tool") and renderer.control_tokens(text_of(message)):
+            return ("control_tokens",)
+    return ()
 
 
 def _end_of_call(node: Node, renderer: Renderer, head: Head, count: int) -> int | None:
