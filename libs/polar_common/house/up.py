@@ -250,7 +250,7 @@ def _socket_path(house: House) -> Path:
     if len(str(path)) > 100:
         digest = hashlib.sha256(str(house.data).encode()).hexdigest()[:16]
         path = Path(tempfile.gettempdir()) / f"polar-{digest}" / "proxy.sock"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     return path
 
 
