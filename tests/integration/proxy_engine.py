@@ -128,6 +128,7 @@ class ScriptedEngine:
     async def start(self) -> str:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
@@ -179,6 +180,37 @@ class ScriptedEngine:
         except (asyncio.CancelledError, ConnectionResetError):
             heard.aborted = True
             raise
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """vLLM's chat API with ids: a template of this engine's own makes the prompt."""
+        body = orjson.loads(await request.read())
+        text = "".join(f"{m['role']}> {m['content']}\n" for m in body["messages"])
+        sampling = {"max_tokens": body.get("max_tokens") or 16, "stop": body.get("stop") or []}
+        heard = Heard(
+            request.headers.get("x-request-id", ""),
+            self.tokenizer.encode(text, add_special_tokens=False).ids,
+            {**body, "sampling_params": sampling, "return_token_ids": True},
+        )
+        if heard.request_id:
+            self.journal.append(heard)
+        whole = self._answer(heard, self.queue.pop(0) if heard.request_id and self.queue else Say())
+        choice = whole["choices"][0]
+        told = {**choice, "message": {"role": "assistant", "content": self.tokenizer.decode(choice["token_ids"])}}
+        if not body.get("stream"):
+            return web.json_response({**whole, "choices": [told]})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        # The last chunk has an empty delta, and ids all the same.
+        opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        last = {**choice, "delta": {}}
+        for event in (
+            {"choices": [opening], "prompt_token_ids": heard.prompt},
+            {"choices": [last]},
+            {"choices": [], "usage": whole["usage"]},
+        ):
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _said(self, request: web.Request, heard: Heard, say: Say) -> web.StreamResponse:
         if say.hold is not None:

@@ -44,6 +44,21 @@ async def test_native_context_renders_each_call_in_full_and_records_the_parent(p
     assert "hm" not in proxy.engine.tokenizer.decode(two.prompt.tolist())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_takes_messages_is_native_and_its_ids_are_recorded(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, stream: bool
+) -> None:
+    async with settled(model_dir, nats_server, bus, tmp_path, proxy_engine_kind="vllm_chat") as proxy:
+        proxy.engine.say(Say("first answer", seed=1), Say("second", seed=2))
+        assert (await proxy.told([user("go")], stream=stream))["content"] == "first answer"
+        follow = [user("go"), {"role": "assistant", "content": "first answer"}, user("on")]
+        assert (await proxy.told(follow, stream=stream))["content"] == "second"
+        one, two = await proxy.agrees()
+        assert proxy.engine.tokenizer.decode(two.prompt.tolist()) == "user> go\nassistant> first answer\nuser> on\n"
+        assert {r.event.context for r in (one, two)} == {"native"} and two.event.parent == one.completion
+        assert one.event.untrainable == "" and one.event.context_exact is True and one.event.native_equal is True
+
+
 async def test_a_stream_is_opened_and_kept_alive_before_a_late_first_token(
     model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:
