@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from polar_common.errors import BusError, EngineDown, EngineError, PolarError, RequestError
 from polar_common.events import SamplingUsed
@@ -34,6 +35,9 @@ from .sample import Sample, Sampling
 from .sessions import Session
 
 __all__ = ["Call", "Choice", "new_choice"]
+
+_LONG = 16_384
+"""Prompt ids from which on an event is built off the loop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -232,7 +236,8 @@ class Call:
                 parallel_of=first if number else "", constrained=choice.request.guide is not None,
                 delivered=delivered if not number else (),
             )  # fmt: skip
-            choice.captured = build(self.session.index, self.plan, choice.sample, facts, self.renderer)
+            make = partial(build, self.session.index, self.plan, choice.sample, facts, self.renderer)
+            choice.captured = await asyncio.to_thread(make) if len(self.plan.prompt) > _LONG else make()
         if len(self.choices) == 1:
             await self._put(self.choices[0])
         else:
