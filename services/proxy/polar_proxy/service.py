@@ -105,7 +105,7 @@ class ProxyService:
                 raise EngineBusy("the proxy is draining", 429, 1.0)
             session = await self.sessions.get(key)
             admit(session, self.settings, self._count)
-            self._check(request)
+            self._check(request, key)
             session.running += 1
             self._count += 1
             try:
@@ -128,7 +128,10 @@ class ProxyService:
             return await asyncio.to_thread(dialect.parse, route, headers, body)
         return dialect.parse(route, headers, body)
 
-    def _check(self, request: ChatRequest) -> None:
+    def _check(self, request: ChatRequest, key: SessionKey) -> None:
+        found = self.pool.capabilities
+        if self.settings.proxy_unknown_model == "refuse" and request.model not in (key.model, found and found.model):
+            raise RequestError(f"the model {request.model!r} isn't served here", status=404, path="model")
         if request.sampling.n > self.settings.proxy_choices:
             raise RequestError(f"at most {self.settings.proxy_choices}", path="n")
         if request.stream and request.sampling.n > 1 and request.dialect != "openai_chat":
