@@ -17,7 +17,7 @@ from pathlib import Path
 import docker
 
 IMAGE = "polar-test/busybox:1"
-_SCRIPT = Path(__file__).parents[1] / "docker_up.sh"
+_SCRIPT = Path(__file__).parent / "docker_up.sh"
 
 
 def _script(action: str, directory: Path | None) -> subprocess.CompletedProcess[str]:
@@ -166,5 +166,16 @@ def kill_container(host: str, container: str) -> None:
     client = docker.DockerClient(base_url=host)
     try:
         client.api.kill(container)
+    finally:
+        client.close()
+
+
+def processes(host: str, container: str) -> list[str]:
+    """Command lines of what runs in a container; none where it is gone."""
+    client = docker.DockerClient(base_url=host)
+    try:
+        return [" ".join(row) for row in client.api.top(container)["Processes"] or []]
+    except docker.errors.APIError:
+        return []
     finally:
         client.close()
