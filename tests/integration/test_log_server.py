@@ -278,3 +278,30 @@ async def test_no_server_is_said_in_time() -> None:
         await Bus.connect(f"nats://127.0.0.1:{free_port()}", "test", wait_s=1)
     with pytest.raises(ConfigError):
         await Bus.connect("", "test", wait_s=1)
+
+
+@pytest.mark.timeout(60)
+async def test_an_idle_worker_takes_work_again_after_the_server_was_killed(nats_server: NatsServer) -> None:
+    """Its standing requests died with the server; nothing tells it, so it must notice."""
+    async with connected(nats_server) as bus:
+        taken: list[str] = []
+
+        async def handle(lease: Lease) -> None:
+            taken.append(lease.stored.subject)
+
+        stop = asyncio.Event()
+        working = asyncio.ensure_future(Worker(bus, work_consumer("local"), handle, slots=4).run(stop))
+        await asyncio.sleep(1.0)
+        nats_server.stop("kill")
+        await asyncio.sleep(0.5)
+        nats_server.start()
+        task = TaskSpec(id="t", instruction="do", harness=HarnessSpec(name="command"))
+        for number in range(6):
+            base = (await bus.once(accepted(f"idle{number}"))).sequence
+            queued = SessionQueued(session=f"s1-idle{number}-0", attempt=1, work_class="local", spec=task)
+            await bus.transition(queued, base)
+        async with asyncio.timeout(8):
+            while len(taken) < 6:
+                await asyncio.sleep(0.05)
+        stop.set()
+        await asyncio.wait_for(working, 10)

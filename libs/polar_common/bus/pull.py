@@ -21,6 +21,8 @@ __all__ = ["Pull"]
 
 _EXPIRES_S = 10.0
 _HEARTBEAT_S = 2.5
+_SILENCE_S = 3 * _HEARTBEAT_S + 0.5
+"""Without a heartbeat for this long, the server doesn't know our request any more."""
 
 
 class Pull:
@@ -35,14 +37,28 @@ class Pull:
         self._pending = 0
         self.heard = asyncio.get_running_loop().time()
         """Loop time at which the server last sent anything, heartbeats included."""
+        self._asked = self.heard
+        self._connection = self._connects
 
     @property
     def pending(self) -> int:
         """Messages asked for and neither delivered nor expired."""
         return self._pending
 
+    @property
+    def _connects(self) -> int:
+        """How often the connection was made anew: standing requests die with the old one."""
+        return int(self._nc.stats["reconnects"])
+
     async def want(self, count: int) -> None:
-        """Ask for `count` more messages; the request stands for ten seconds."""
+        """Ask for `count` more messages; the request stands for ten seconds.
+
+        Raises Unavailable while there is no connection: a request that waits for one may be answered to nobody.
+        """
+        if not self._nc.is_connected:
+            raise Unavailable(f"{self._name}: not connected")
+        if not self._pending:
+            self._asked, self._connection = asyncio.get_running_loop().time(), self._connects
         if self._sub is None:
             self._sub = await self._nc.subscribe(self._inbox, pending_msgs_limit=-1, pending_bytes_limit=-1)
         body = {"batch": count, "expires": int(_EXPIRES_S * 1e9), "idle_heartbeat": int(_HEARTBEAT_S * 1e9)}
@@ -61,6 +77,7 @@ class Pull:
         try:
             msg = await self._sub.next_msg(timeout=timeout)
         except (TimeoutError, nats.errors.TimeoutError):
+            self._check()
             return None
         except nats.errors.Error as error:
             raise Unavailable(f"{self._name}: {error!r}") from error
@@ -77,6 +94,15 @@ class Pull:
         if status == "503" or (status == "409" and "Consumer Deleted" in description):
             raise NotFound(f"{self._name} is gone: {status} {description}")
         return None
+
+    def _check(self) -> None:
+        """Nothing came: because there is nothing, or because nobody knows our requests?"""
+        if not self._pending:
+            return
+        if self._connection != self._connects:
+            raise Unavailable(f"{self._name}: the connection was made anew")
+        if asyncio.get_running_loop().time() - max(self.heard, self._asked) > _SILENCE_S:
+            raise Unavailable(f"{self._name}: the consumer is silent")
 
     async def close(self) -> None:
         if self._sub is not None and not self._nc.is_closed:
