@@ -1,8 +1,13 @@
-"""Harnesses by name: the built-in ones, entry points in the group `polar.harnesses`, or `module:Class`."""
+"""Harnesses by name: the built-in ones, entry points in the group `polar.harnesses`, or `module:Class`.
+
+`NAME@VERSION` is the same harness with another version of its program.
+"""
 
 from __future__ import annotations
 
 import importlib
+import re
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 from polar_common.errors import ConfigError
@@ -33,6 +38,25 @@ def names() -> list[str]:
 
 def find(name: str) -> Harness:
     """The harness of that name. `ConfigError`, with the known names, where there is none."""
+    plain, at, version = name.partition("@")
+    found = _found(plain)
+    return _pinned(found, version) if at else found
+
+
+def _pinned(harness: Harness, version: str) -> Harness:
+    """The harness with another version of its program; the pinned one is the one that is tested."""
+    if harness.recipe.kind == "none":
+        raise ConfigError(f"{harness.name} installs nothing that has a version", "harness.name")
+    if not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z.+-]*", version):
+        raise ConfigError(f"{version!r} is no version", "harness.name")
+    first, *others = harness.recipe.packages
+    packages = (first.removesuffix(harness.version) + version, *others)
+    values = {"version": version, "recipe": replace(harness.recipe, packages=packages)}
+    pinned: Harness = type(type(harness).__name__, (type(harness),), values)()
+    return pinned
+
+
+def _found(name: str) -> Harness:
     where = _BUILT_IN.get(name) or next((e.value for e in entry_points(group=_GROUP) if e.name == name), name)
     module, colon, attribute = where.partition(":")
     if not colon:

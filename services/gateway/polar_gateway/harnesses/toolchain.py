@@ -28,7 +28,7 @@ from polar_gateway.harnesses.base import TOOLCHAIN, Harness
 from polar_runtime import Mount
 from polar_runtime.beneath import remove_tree
 
-__all__ = ["CACHE", "ensure", "mounts", "path_of"]
+__all__ = ["CACHE", "ensure", "installed", "mounts", "path_of"]
 
 CACHE = Path("~/.cache/polar/harness")
 _INSTALL_S = 1200
@@ -48,6 +48,12 @@ def path_of(harness: Harness, cache: Path = CACHE) -> Path:
         parts.append(f"python {sys.version_info.major}.{sys.version_info.minor} {os.path.realpath(sys.base_prefix)}")
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     return cache.expanduser() / f"{harness.name}-{harness.version}-{digest}"
+
+
+def installed(name: str, cache: Path = CACHE) -> list[str]:
+    """Versions of a harness whose toolchains are there, sorted."""
+    records = [path / "polar.json" for path in cache.expanduser().glob(f"{name}-*")]
+    return sorted({json.loads(r.read_text())["version"] for r in records if r.exists()})
 
 
 def ensure(harness: Harness, cache: Path = CACHE) -> Path | None:
