@@ -30,7 +30,9 @@ Floats = npt.NDArray[np.float64]
 _BATCH_TOKENS = 8192
 """Padded ids whose keys and values are held at a time; a longer sequence goes alone."""
 _LOGITS = 1 << 25
-"""Logits held at a time, in numbers: 128 MB as float32, twice that again as float64."""
+"""Logits held at a time, in numbers: 128 MB."""
+_SCORED = 1 << 21
+"""Logits scored at a time, as float64, of which truncation makes several copies."""
 _CHUNK = 1024
 _GREEDY_BELOW = 1e-5
 
@@ -131,9 +133,12 @@ def _take(logits: Any, places: dict[int, int], begin: int, end: int, ids: Ids, w
     first, last = max(want.start - 1, begin), min(want.stop - 1, end)
     if last <= first:
         return
-    rows = torch.tensor([places[at - begin] for at in range(first, last)])
-    targets = torch.from_numpy(ids[first + 1 : last + 1].astype(np.int64))
-    into[first + 1 - want.start : last + 1 - want.start] = _score(logits[rows], targets, want).numpy()
+    step = max(1, _SCORED // logits.shape[-1])
+    for at in range(first, last, step):
+        stop = min(at + step, last)
+        rows = torch.tensor([places[p - begin] for p in range(at, stop)])
+        targets = torch.from_numpy(ids[at + 1 : stop + 1].astype(np.int64))
+        into[at + 1 - want.start : stop + 1 - want.start] = _score(logits[rows], targets, want).numpy()
 
 
 def _score(logits: Any, targets: Any, want: Want) -> Any:

@@ -58,10 +58,16 @@ def chance(scores: np.ndarray[Any, Any], token: int, want: Want) -> float:
         return float(np.log(p[token] / p.sum()))
 
 
-@pytest.mark.parametrize(("batch_tokens", "chunk"), [(8192, 1024), (64, 7), (200, 1), (1, 16)])
-def test_batches_and_chunks_change_nothing(network: Any, batch_tokens: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("batch_tokens", "chunk", "scored"), [(8192, 1024, 1000), (64, 7, 3), (200, 1, 1), (1, 16, 5), (8192, 1024, 4)]
+)
+def test_batches_and_chunks_change_nothing(
+    network: Any, batch_tokens: int, chunk: int, scored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scored`: places whose logits are scored at a time."""
     model = Recomputer(TINY, batch_tokens=batch_tokens, chunk=chunk)
     model._rows = chunk
+    monkeypatch.setattr("polar_train.fidelity.recompute._SCORED", scored * model.vocab)
     items = []
     for seed, length in enumerate([40, 9, 40, 61, 2, 33]):
         borders = sorted({1, length // 3 or 1, length // 2 or 1, length})
