@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
-import uuid
 
 from .errors import ConfigError
 
@@ -26,7 +26,7 @@ def token(user_id: str) -> str:
 
 def new_id() -> str:
     """A fresh random id, 32 hex characters; never derived from time, so clocks may jump."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def task_id(segment: str, run: str, user_id: str) -> str:

@@ -80,7 +80,8 @@ def sampling_used(
             seed = derived_seed(spec.seed, session, request_hash, repeat, choice)
         elif asked.seed is not None:
             seed = derived_seed(asked.seed, session, choice)
-        return SamplingUsed(
+        # All values were checked where they came from; this is done for every call.
+        return SamplingUsed.model_construct(
             temperature=spec.temperature, top_p=spec.top_p, top_k=spec.top_k, min_p=spec.min_p, max_tokens=tokens,
             seed=seed, stop=asked.stop,
         )  # fmt: skip
