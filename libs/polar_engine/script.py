@@ -27,7 +27,7 @@ FLAGS = {
     "split": "answers are tokenised in ways their tokenizer wouldn't choose, as samples sometimes are",
     "orders": "take flags, faults and a job's name from the user's message",
 }
-FAULTS = ("429", "500", "cut")
+FAULTS = ("429", "500", "cut", "late")
 COMMAND = "printf 'hi\\n' > hello.txt"
 
 # Tool name → arguments that do the job; the names are those of the agent CLIs.
@@ -191,6 +191,6 @@ def parse_faults(text: str) -> dict[int, str]:
     for item in filter(None, text.split(",")):
         kind, _, number = item.replace("-", "@").partition("@")
         if kind not in FAULTS or not number.isdigit():
-            raise ValueError(f"{item!r} is no fault; write 429@N, 500@N or cut@N")
+            raise ValueError(f"{item!r} is no fault; write 429@N, 500@N, cut@N or late@N")
         out[int(number)] = kind
     return out

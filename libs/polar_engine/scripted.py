@@ -132,9 +132,7 @@ class ScriptedScheduler:
                 self._aborted.discard(call.request_id)
 
     def _choice(self, call: Call, index: int) -> None:
-        prompt = self.text_of(call.prompt)
-        script = self._script.ordered(self._script.orders(prompt))
-        ids = self._ids(script.answer(prompt), call, index, split=self._split or "split" in script.flags)
+        ids = self.answer(call.prompt, index)
         choice: Choice[Any] = Choice(
             call,
             index,
@@ -178,10 +176,17 @@ class ScriptedScheduler:
         except ValueError:
             return Orders()
 
-    def _ids(self, text: str, call: Call, index: int, *, split: bool) -> list[int]:
+    def answer(self, ids: Sequence[int], index: int) -> list[int]:
+        """What choice `index` says to a prompt, its end of turn included. Raises ValueError for senseless orders."""
+        prompt = self.text_of(ids)
+        script = self._script.ordered(self._script.orders(prompt))
+        text = script.answer(prompt)
+        return self._ids(text, f"{len(ids)}/{index}/{text}", split=self._split or "split" in script.flags)
+
+    def _ids(self, text: str, seed: str, *, split: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if split:
-            rng = random.Random(f"{len(call.prompt)}/{index}/{text}")
+            rng = random.Random(seed)
             ids = [piece for i in ids for piece in self._splitted(i, rng)]
         return [*ids, min(self._ends)]
 
@@ -211,7 +216,8 @@ def _done(value: T) -> Future[T]:
 
 
 class ScriptedHost(EngineHost):
-    """Adds faults by call number: `500@2` fails the second call, `429@3` refuses the third, `cut@4` breaks off.
+    """Adds faults by call number: `500@2` fails the second call, `429@3` refuses the third, `cut@4` breaks off after
+    three tokens, `late@5` in the last quarter of the answer.
 
     A conversation's own faults count the calls of its job alone. Each fault is journaled with the call's id.
     """
@@ -229,9 +235,10 @@ class ScriptedHost(EngineHost):
             raise EngineBusy("scripted: busy", 429, 1.0)
         if fault == "500":
             raise EngineBusy("scripted: fault", 500, None)
+        after = 3 if fault == "cut" else len(self.scripted.answer(request.prompt, 0)) * 3 // 4 if fault else 0
         running = super().open(request)
-        if fault == "cut":
-            _cut(running)
+        if fault:
+            _cut(running, after)
         return running
 
     def _fault(self, request: GenerateRequest) -> str:
@@ -240,14 +247,14 @@ class ScriptedHost(EngineHost):
         return (orders.faults or self.faults).get(self.calls[orders.job], "")
 
 
-def _cut(running: Running) -> None:
+def _cut(running: Running, after: int) -> None:
     deliver: Callable[[Delta], None] = running.put
     seen = 0
 
     def put(delta: Delta) -> None:
         nonlocal seen
         seen += len(delta.sampled)
-        if seen > 3:
+        if seen > after:
             raise ConnectionResetError("scripted: cut")
         deliver(delta)
 

@@ -61,7 +61,7 @@ class EngineSettings(BaseSettings):
     script_split: bool = False
     """Scripted answers are tokenised in ways their tokenizer wouldn't choose, as samples sometimes are."""
     faults: str = ""
-    """Scripted faults by call number: `500@2,429@3,cut@5`."""
+    """Scripted faults by call number: `500@2,429@3,cut@5,late@6` (an answer that breaks off soon, or near its end)."""
     journal: Path | None = None
     """A scripted engine writes here what it was asked and what it said, one JSON object a line."""
     ready_file: Path | None = None

@@ -109,7 +109,7 @@ def test_orders_are_taken_from_the_user_alone_and_only_where_allowed() -> None:
 
 
 def test_faults_and_flags_are_checked() -> None:
-    assert parse_faults("500@2,429@3,cut-4") == {2: "500", 3: "429", 4: "cut"}
+    assert parse_faults("500@2,429@3,cut-4,late-6") == {2: "500", 3: "429", 4: "cut", 6: "late"}
     for bad in ("500", "500@", "now@2", "500@x"):
         with pytest.raises(ValueError, match="is no fault"):
             parse_faults(bad)
