@@ -5,7 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup demo test test-unit lint type schemas bench clean test-harness test-docker test-vllm
+.PHONY: help setup demo test test-unit lint type schemas bench clean test-harness test-docker test-slurm test-vllm
+
+# $(call need,PROGRAM,PACKAGE): install a Debian package unless its program is there; where that can't be done, say so.
+# Its daemons aren't started: the tests start their own.
+define need
+	@PATH="$$PATH:/usr/sbin:/sbin"; command -v $(1) >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	    || { echo "$(1) isn't installed (Debian: apt-get install $(2)), and the tests need root" >&2; exit 1; }; \
+	  apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends $(2) >/dev/null; }
+endef
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -26,7 +36,7 @@ demo: $(STAMP)
 
 ## test           lint, types, structure and all tests that CI runs
 test: $(STAMP) lint type
-	$(PYTEST) -m "not docker and not vllm and not slow"
+	$(PYTEST) -m "not docker and not slurm and not vllm and not slow"
 
 test-unit: $(STAMP)
 	$(PYTEST) tests/unit
@@ -54,9 +64,19 @@ bench: $(STAMP)
 test-harness: $(STAMP)
 	$(PYTEST) -m harness
 
-## test-docker    everything that needs a Docker daemon
+## test-docker    everything that needs a Docker daemon (as root; the tests start one of their own)
+# What is missing of the daemon's binary (docker.io) and the images' contents (busybox-static) is installed where apt is.
+# Nothing is pulled, and no other daemon on the machine is touched.
 test-docker: $(STAMP)
+	$(call need,dockerd,docker.io)
+	$(call need,busybox,busybox-static)
 	$(PYTEST) -m docker
+
+## test-slurm     gateways in a real Slurm (as root; the tests start its daemons on this machine)
+test-slurm: $(STAMP)
+	$(call need,munged,munge)
+	$(call need,slurmctld,slurm-wlm)
+	$(PYTEST) -m slurm
 
 clean:
 	rm -rf $(VENV) .polar
