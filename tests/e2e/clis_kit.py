@@ -6,25 +6,27 @@ all CLIs and all variants of the job are tasks of one run.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
 from tokenizers import Tokenizer
 
-from conftest import Live
+from conftest import Live, running_house
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
+from polar_common.cli.tasks import Ingest
 from polar_common.events import CompletionAborted, CompletionCaptured, CompletionRejected, Event
 from polar_common.house.layout import find_house
 from polar_common.ids import FIRST_SEGMENT
 from polar_common.settings import cache_dir
-from polar_common.traces import TraceManifest
 from polar_reconstructor.traces import Read, find_traces
 from polar_render.messages import Text
 from polar_render.records import Echo, ResolvedCompletion, blobs_needed, resolve_session
@@ -35,13 +37,16 @@ PROBE = 4
 
 @dataclass(frozen=True)
 class Cli:
-    """A harness as a task names it. `sub_agents`: how they can be told from the main agent, "" where it has none."""
+    """A harness as a task names it."""
 
     name: str
     args: dict[str, Any] = field(default_factory=dict)
-    sub_agents: str = ""
+    sub_agents: Literal["none", "named", "nameless"] = "none"
+    """Whether it has any, and whether its requests tell them apart."""
     sides: int = 0
     """Calls beside the conversation (a title)."""
+    additions: frozenset[str] = frozenset()
+    """What its contexts hold beside its messages."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,34 @@ class Variant:
     script: str
     faults: str = ""
     files: tuple[str, ...] = ("hello.txt",)
-    calls: int = 2
-    additions: frozenset[str] = frozenset()
-    """What a context may hold beside the harness's messages."""
+
+    @property
+    def broken(self) -> int:
+        return len(self.faults.split(",")) if self.faults else 0
+
+
+PI = "pi"
+CLIS = {
+    "pi-chat": Cli(PI, {"api": "openai-chat"}),
+    "pi-responses": Cli(PI, {"api": "openai-responses"}),
+    "pi-anthropic": Cli(PI, {"api": "anthropic"}),
+    "pi-google": Cli(PI, {"api": "google"}),
+    "claude": Cli("claude_code", sub_agents="named", additions=frozenset({"stripped_header"})),
+    "codex": Cli("codex", sub_agents="named"),
+    "qwen": Cli("qwen_code", sub_agents="nameless"),
+    "gemini": Cli("gemini_cli", sub_agents="nameless"),
+    "opencode": Cli("opencode", sub_agents="named", sides=1),
+}
+VARIANTS = {
+    "plain": Variant("file"),
+    "twotools": Variant("file,twotools,spaced,split", files=("hello.txt", "second.txt")),
+    "think": Variant("file,think,split"),
+    "subagents": Variant("file,subagents"),
+    # Before the first answer, and within the last one's words.
+    "faults": Variant("file", faults="500-1,429-2,cut-4"),
+    # Within thinking, and within a tool call.
+    "cut": Variant("file,think", faults="cut-1,late-2"),
+}
 
 
 @dataclass(frozen=True)
@@ -94,12 +124,6 @@ class Told:
     excluded: dict[str, str]
     journal: dict[str, dict[str, Any]]
     tokenizer: Tokenizer
-
-    @property
-    def sampled(self) -> list[dict[str, Any]]:
-        """The journal's answers, in order of time, those of broken streams left out."""
-        broken = {name for name, entry in self.journal.items() if "fault" in entry}
-        return [e for name, e in self.journal.items() if name not in broken]
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -158,12 +182,33 @@ def unseen(call: ResolvedCompletion, prompt: str) -> list[str]:
     return missing
 
 
-def run_jobs(
-    live: Live, directory: Path, run: str, jobs: Sequence[Job], clis: dict[str, Cli], variants: dict[str, Variant]
-) -> list[dict[str, Any]]:
+def jobs_of(*clis: str) -> list[Job]:
+    """Every variant of each of them that it has."""
+    every = [Job(cli, variant) for variant in VARIANTS for cli in clis]
+    return [j for j in every if j.variant != "subagents" or CLIS[j.cli].sub_agents != "none"]
+
+
+@contextlib.contextmanager
+def cli_house() -> Iterator[tuple[Live, Path]]:
+    """A house whose scripted engine takes orders, and its journal."""
+    settings = {
+        "ENGINE_SCRIPT": "file,orders",
+        # Long enough for the longest first prompt in a vocabulary of 512; a token at a time, so that streams stream.
+        "ENGINE_MAX_MODEL_LEN": "262144",
+        "ENGINE_SCRIPT_TOKEN_MS": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="polar-clis-") as directory:
+        journal = Path(directory) / "journal.jsonl"
+        options = [x for k, v in settings.items() for x in ("--setting", f"POLAR_{k}={v}")]
+        options += ["--setting", f"POLAR_ENGINE_JOURNAL={journal}", "--slots", "3"]
+        with running_house(Path(directory) / "house", "--model", "tiny", *options) as live:
+            yield live, journal
+
+
+def run_jobs(live: Live, directory: Path, run: str, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """All jobs as one task file, to their end; their summary rows."""
     path = directory / f"{run}.yaml"
-    path.write_text(yaml.safe_dump({"tasks": [task_of(j, clis[j.cli], variants[j.variant]) for j in jobs]}))
+    path.write_text(yaml.safe_dump({"tasks": [task_of(j, CLIS[j.cli], VARIANTS[j.variant]) for j in jobs]}))
     return live.polar("run", str(path), "--run", run, "--timeout", "900", timeout=960)
 
 
@@ -195,7 +240,7 @@ async def _told(
     aborted = [e for e in events if isinstance(e, CompletionAborted)]
     names = [e.completion for e in events if isinstance(e, CompletionCaptured | CompletionAborted)]
     traces = await find_traces(bus, session, "live") if row["traces"] else []
-    shown = live.polar("session", "show", session)[0]
+    shown = Ingest(find_house(live.data)).get(f"/v1/sessions/{session}")
     builds = [b for b in shown["builds"] if b["build"] == "live"]
     return Told(
         job=job,
@@ -224,6 +269,3 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
 
 def same_ids(left: Sequence[int], right: Any) -> bool:
     return bool(np.array_equal(np.asarray(left, dtype=np.int32), right))
-
-
-__all__ = ["Cli", "Job", "Told", "TraceManifest", "Variant", "read_journal", "run_jobs", "same_ids", "tell", "unseen"]
