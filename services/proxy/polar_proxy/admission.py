@@ -31,7 +31,7 @@ def admit(session: Session, settings: ProxySettings, running: int) -> None:
         raise Refused("the proxy is busy", 429, "busy", 1.0)
     if session.running >= settings.proxy_session_concurrency:
         raise Refused(f"{session.running} calls of this session are running", 429, "session_concurrency", 1.0)
-    if index.calls + session.running >= key.calls:
+    if index.calls >= key.calls:
         raise Refused(f"this session's limit of {key.calls} calls is used up", 403, "calls_limit")
     if key.total_tokens is not None and index.tokens >= key.total_tokens:
         raise Refused(f"this session's limit of {key.total_tokens} tokens is used up", 403, "tokens_limit")

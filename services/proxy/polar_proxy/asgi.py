@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import parse_qsl, unquote
 
 import orjson
+import structlog
 
 from polar_common.errors import PolarError, RequestError
 from polar_common.keys import SessionKey, verify
@@ -25,6 +26,7 @@ from .service import ProxyService
 __all__ = ["ProxyApp"]
 
 _KEYS = 4096
+_log = structlog.get_logger(__name__)
 _JSON = {"content-type": "application/json"}
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -62,10 +64,16 @@ class ProxyApp:
         try:
             await self._routed(exchange, receive, dialect, route, headers, query, token)
         except PolarError as error:
-            status, told, body = dialect.error(error)
-            METRICS.rejected.labels(str(status)).inc()
-            if not exchange.started:
-                await exchange.answer(status, told, body)
+            await self._refused(exchange, dialect, error)
+        except Exception as error:
+            _log.exception("a request failed", path=path)
+            await self._refused(exchange, dialect, RequestError(f"internal error: {type(error).__name__}", status=500))
+
+    async def _refused(self, exchange: Exchange, dialect: Dialect, error: PolarError) -> None:
+        status, told, body = dialect.error(error)
+        METRICS.rejected.labels(str(status)).inc()
+        if not exchange.started:
+            await exchange.answer(status, told, body)
 
     async def _routed(
         self, exchange: Exchange, receive: Receive, dialect: Dialect, route: Route, headers: Mapping[str, str],

@@ -13,6 +13,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import structlog
+
 from polar_common.errors import BusError, EngineDown, EngineError, PolarError, RequestError
 from polar_common.events import SamplingUsed
 from polar_common.ids import new_id
@@ -36,6 +38,7 @@ from .sessions import Session
 
 __all__ = ["Call", "Choice", "new_choice"]
 
+_log = structlog.get_logger(__name__)
 _LONG = 16_384
 """Prompt ids from which on an event is built off the loop."""
 
@@ -107,9 +110,12 @@ class Call:
             await self._stopped(self.interrupted)
         except PolarError as error:
             await self._failed(error)
+        except Exception as error:
+            # Ours to mend; the harness may try again, and the call is on the log.
+            _log.exception("a call failed", session=self.session.key.session)
+            await self._failed(EngineDown(f"internal error: {type(error).__name__}", 500))
         finally:
             self.replica.leave()
-            self._settle()
 
     async def _whole(self) -> None:
         if len(self.choices) == 1:
@@ -316,7 +322,8 @@ class Call:
         begun = self.encoder if self.exchange.started else None
         await tell(self.exchange, self.dialect, error, self.plan.request, minted, begun)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """The call is over, however it ended: who waits for its outcome may look again."""
         for choice in self.choices:
             self.session.index.live.pop(choice.live.completion, None)
         self.session.settle()

@@ -15,6 +15,10 @@ LOST_S = 5.0
 """Without a sign of life from the follower for this long, seals may have been missed."""
 
 
+_KEPT_S = 7 * 86_400.0
+_PRUNE = 50_000
+
+
 class Seals:
     """The set of sealed attempts of one segment. `on_seal` is told of each as it comes."""
 
@@ -22,7 +26,7 @@ class Seals:
         self._bus = bus
         self._segment = segment
         self._on_seal = on_seal
-        self._sealed: set[tuple[str, int]] = set()
+        self._sealed: dict[tuple[str, int], float] = {}
         self._caught_up = False
         self._alive = 0.0
 
@@ -45,8 +49,15 @@ class Seals:
         stream = events_stream(self._segment)
         async for stored in follow(self._bus, stream, [pattern], on_caught_up=self._now, on_alive=self._heard):
             _, _, _, _, session, attempt, _ = stored.subject.split(".")
-            self._sealed.add((session, int(attempt)))
+            self._sealed[session, int(attempt)] = stored.time.timestamp()
+            if len(self._sealed) % _PRUNE == 0:
+                self._prune()
             self._on_seal(session, int(attempt))
+
+    def _prune(self) -> None:
+        """Keys of attempts that were sealed long ago have expired."""
+        old = time.time() - _KEPT_S
+        self._sealed = {name: at for name, at in self._sealed.items() if at > old}
 
     def _now(self) -> None:
         self._caught_up = True

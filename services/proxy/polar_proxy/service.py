@@ -106,6 +106,7 @@ class ProxyService:
             session = await self.sessions.get(key)
             admit(session, self.settings, self._count)
             self._check(request, key)
+            session.index.calls += request.sampling.n
             session.running += 1
             self._count += 1
             try:
@@ -142,6 +143,7 @@ class ProxyService:
         renderer = self.renderers.by(session.key.sampling.thinking)
         decision = await self._decide(session, request)
         if decision.action == "replay":
+            session.index.calls -= request.sampling.n
             node = session.index.nodes[decision.completion]
             await replay(exchange, dialect, session, request, node, renderer)
             return
@@ -151,7 +153,6 @@ class ProxyService:
             made = replace(made, dropped=noted, additions=(*made.additions, "image_placeholder"))
         replica = self.pool.pick(f"{session.key.session}.{session.key.attempt}.{request.hints.agent}")
         call = self._call(exchange, dialect, session, made, renderer, replica)
-        session.index.calls += len(call.choices)
         name = (session.key.session, session.key.attempt)
         self.running.setdefault(name, set()).add(call)
         self.sweeper.add(exchange, lambda: call.interrupt("client_gone"))
@@ -160,6 +161,7 @@ class ProxyService:
                 raise RequestError("this session has ended", status=409, kind="conflict_error")
             await call.run()
         finally:
+            call.settle()
             self.sweeper.remove(exchange)
             self._over(name, call)
 
@@ -178,7 +180,7 @@ class ProxyService:
         request, key, capabilities = made.request, session.key, replica.capabilities
         assert capabilities is not None
         tokens = max_tokens(
-            request.sampling.max_tokens, key.max_tokens_per_call, self.window, len(made.prompt),
+            request.sampling.max_tokens, _cap(session), self.window, len(made.prompt),
             self.settings.proxy_max_tokens,
         )  # fmt: skip
         guide = request.response_format is not None and capabilities.guides
@@ -345,6 +347,13 @@ class ProxyService:
         deadline = time.monotonic() + timeout_s
         while self._count and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+
+
+def _cap(session: Session) -> int | None:
+    """Tokens that one call may still sample, None without a limit."""
+    key = session.key
+    left = None if key.total_tokens is None else max(1, key.total_tokens - session.index.tokens)
+    return min((n for n in (key.max_tokens_per_call, left) if n is not None), default=None)
 
 
 def _doubtful(made: Plan) -> bool:
