@@ -109,13 +109,24 @@ class Container:
         try:
             architecture, user = await self._daemon.call(work)
         except NotFound as error:
-            raise RuntimeUnavailable(f"no image {image!r}: {error.explanation}") from error
+            raise RuntimeUnavailable(f"no image {image!r}: {error.explanation}", "image") from error
+        except RuntimeUnavailable as error:
+            if await self._answers():
+                # A registry that can't be reached is a server error of the daemon's.
+                raise RuntimeUnavailable(f"no image {image!r}: {error}", "image") from error
+            raise
         except RuntimeFault as error:
-            raise RuntimeUnavailable(f"no image {image!r}: {error}") from error
+            raise RuntimeUnavailable(f"no image {image!r}: {error}", "image") from error
         own = _ARCHITECTURES.get(platform.machine(), architecture)
         if architecture and architecture != own:
             raise ConfigError(f"{image!r} is for {architecture}, this host is {own}", "runtime.image")
         return user
+
+    async def _answers(self) -> bool:
+        try:
+            return bool(await self._daemon.call(lambda client: client.ping()))
+        except RuntimeFault:
+            return False
 
     def _options(self, python: PortablePython) -> dict[str, Any]:
         spec, limits = self._spec, self._spec.limits

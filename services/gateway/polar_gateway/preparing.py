@@ -25,6 +25,7 @@ from .settings import GatewaySettings
 __all__ = ["Preparation", "Prepared", "session_key"]
 
 _START_S = 60.0
+_DAEMON_PAUSE_S = 1.0
 
 
 def session_key(settings: GatewaySettings, queued: SessionQueued, deadlines: Deadlines) -> str:
@@ -73,8 +74,7 @@ class Preparation:
         spec = self._queued.spec
         harness = self._house.find_harness(spec.harness.name)
         mounts = toolchain.mounts(await self._house.toolchain(harness))
-        self.runtime = runtime = self._house.make_runtime(self._runtime_spec(mounts))
-        await self._start(runtime)
+        runtime = await self._started(self._runtime_spec(mounts))
         await self._upload_files(runtime)
         for step in spec.runtime.prepare:
             await runtime.check(["/bin/sh", "-c", step.exec], timeout=step.timeout_s)
@@ -92,6 +92,21 @@ class Preparation:
             await asyncio.wait({self._starting}, timeout=_START_S)
         await runtime.stop()
         return await runtime.stats()
+
+    async def _started(self, spec: RuntimeSpec) -> Runtime:
+        """A running runtime. Attempts are few, and a daemon that restarts would use them up; so it is waited for."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._house.settings.gateway_daemon_wait_s
+        while True:
+            self.runtime = runtime = self._house.make_runtime(spec)
+            try:
+                await self._start(runtime)
+                return runtime
+            except RuntimeUnavailable as error:
+                if spec.kind != "docker" or error.cause != "daemon" or loop.time() > until:
+                    raise
+            await runtime.stop()
+            await asyncio.sleep(_DAEMON_PAUSE_S)
 
     async def _start(self, runtime: Runtime) -> None:
         # A start that is cut off half-way may go on in a thread and leave what nobody stops.

@@ -35,6 +35,8 @@ class GatewaySettings(HouseSettings):
     gateway_isolation: Literal["auto", "bubblewrap", "none"] = "auto"
     gateway_init_s: Annotated[float, Field(gt=0)] = 600
     """At most this long in INIT, whatever the task allows."""
+    gateway_daemon_wait_s: Annotated[float, Field(ge=0)] = 30
+    """How long INIT waits for a Docker daemon that doesn't answer (it may be restarting) before the attempt is lost."""
     gateway_drain_s: Annotated[float, Field(ge=0)] = 5
     """After SIGTERM: how long running sessions may still finish before they are given up as lost."""
     gateway_drain_file: Path | None = None
