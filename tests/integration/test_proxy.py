@@ -172,3 +172,24 @@ async def test_unrelated_conversations_of_a_session_are_roots(proxy: Kit) -> Non
     await proxy.told([user("go")], tools=TOOLS)
     await proxy.told([user("give this conversation a title")])
     assert [r.event.chain_class for r in await proxy.agrees()] == ["root", "root"]
+
+
+async def test_finished_items_of_a_broken_responses_stream_are_adopted(proxy: Kit) -> None:
+    """Codex keeps every item that was done, runs its tool, and goes on from there."""
+    two = "\n".join(["Both.", call_text("write", '{"path": "a"}'), call_text("write", '{"path": "b"}')])
+    proxy.engine.say(Say(two, seed=6), Say("done", seed=7))
+    tools = [{"type": "function", "name": "write", "parameters": {"type": "object"}}]
+    question = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go"}]}
+    url = f"{proxy.base()}/v1/responses"
+    first = await proxy.client.post(url, json={"model": "m", "input": [question], "tools": tools})
+    items = first.json()["output"]
+    kept = [i for i in items if i["type"] == "message"] + [i for i in items if i["type"] == "function_call"][:1]
+    output = {"type": "function_call_output", "call_id": kept[-1]["call_id"], "output": "ok"}
+    body = {"model": "m", "input": [question, *kept, output], "tools": tools}
+    assert (await proxy.client.post(url, json=body)).status_code == 200
+    one, adopted = await proxy.agrees()
+    assert adopted.event.parent == one.completion and adopted.event.parent_by == "adopted"
+    assert "adopted_partial" in adopted.event.additions
+    text = proxy.engine.tokenizer.decode(adopted.prompt.tolist(), skip_special_tokens=False)
+    assert '"path": "a"' in text and '"path": "b"' not in text
+    assert adopted.event.prompt.shared > len(one.prompt)
