@@ -152,11 +152,12 @@ def unpack_root(directory: Path) -> None:
         tar.extractall(directory, filter="fully_trusted")
 
 
-def containers(host: str, root: Path) -> list[str]:
-    """Ids of the containers that attempts below `root` have left."""
+def containers(host: str, root: Path | None = None) -> list[str]:
+    """Ids of the containers that attempts, below `root` if one is given, have left."""
+    label = f"polar.root={root.absolute()}" if root else "polar.attempt"
     client = docker.DockerClient(base_url=host)
     try:
-        return [c.id for c in client.containers.list(all=True, filters={"label": f"polar.root={root.absolute()}"})]
+        return [c.id for c in client.containers.list(all=True, filters={"label": label})]
     finally:
         client.close()
 

@@ -1,0 +1,235 @@
+"""A whole house whose gateway puts attempts into Docker containers: what agents do to them, and what becomes of it.
+
+The daemon is the tests' own, the images hold neither node nor Python, and the only way out is the proxy.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+import runtime_docker
+from conftest import Live, running_house
+from polar_common.house.layout import House
+from polar_common.ids import new_id
+
+pytestmark = [pytest.mark.docker, pytest.mark.nats, pytest.mark.chdb, pytest.mark.harness, pytest.mark.timeout(600)]
+
+# One model call with what busybox has.
+ASK = """ask() {
+    wget -q -O - --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json" \\
+        --post-data '{"model": "policy", "messages": [{"role": "user", "content": "Say it"}]}' \\
+        "$OPENAI_BASE_URL/chat/completions" || exit 9
+}
+ask
+"""
+HELLO = 'test "$(cat hello.txt)" = hi'
+
+
+@dataclass(frozen=True)
+class Dock:
+    """A house, its daemon and the daemon's directory and images."""
+
+    live: Live
+    host: str
+    directory: Path
+    busybox: str
+    glibc: str
+
+    def run(self, *tasks: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Summary rows by task, `shown` holding the first session; nothing of them may be left with the daemon."""
+        run = f"run-{new_id()[:8]}"
+        path = self.live.data.parent / f"{run}.yaml"
+        path.write_text(yaml.safe_dump({"tasks": list(tasks)}))
+        rows = {r["id"]: r for r in self.live.polar("run", str(path), "--run", run, "--timeout", "400", timeout=450)}
+        for row in rows.values():
+            row["shown"] = self.live.polar("session", "show", row["session_ids"][0])[0]
+        assert self.left() == []
+        return rows
+
+    def left(self) -> list[str]:
+        """Containers, once evaluations and removals had their time."""
+        deadline = time.monotonic() + 30
+        while self.containers() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return self.containers()
+
+    def containers(self) -> list[str]:
+        """All with an attempt's label; the daemon has no other user."""
+        return runtime_docker.containers(self.host)
+
+    def task(self, name: str, script: str, **fields: Any) -> dict[str, Any]:
+        """A script in the busybox image that has called the model once."""
+        runtime = {"kind": "docker", "image": self.busybox} | fields.pop("runtime", {})
+        limits = {"attempt_s": 120, "session_s": 300} | fields.pop("limits", {})
+        return {
+            "id": name, "instruction": "x", "harness": {"name": "command", "args": {"script": ASK + script}},
+            "runtime": runtime, "evaluator": {"kind": "command", "command": HELLO}, "limits": limits, **fields,
+        }  # fmt: skip
+
+    def works(self) -> None:
+        """The next session finds nothing broken."""
+        row = self.run(self.task("next", "echo hi > hello.txt"))["next"]
+        assert row["outcomes"] == {"passed": 1}
+        assert len(row["shown"]["attempts"]) == 1
+
+
+@pytest.fixture(scope="module")
+def dock() -> Iterator[Dock]:
+    directory = Path(tempfile.mkdtemp(prefix="polar-dock-"))
+    try:
+        with runtime_docker.own_daemon(directory) as host, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DOCKER_HOST", host)
+            busybox, glibc = runtime_docker.busybox_image(host), runtime_docker.glibc_image(host)
+            options = ("--model", "tiny", "--setting", "POLAR_ENGINE_SCRIPT=file")
+            with running_house(directory / "house", *options) as live:
+                yield Dock(live, host, directory, busybox, glibc)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def ended(row: dict[str, Any]) -> dict[str, Any]:
+    """The only attempt of a row's session, whose one call is in a trace."""
+    (attempt,) = row["shown"]["attempts"]
+    assert (row["completions"], row["traces"], row["exact_share"]) == (1, 1, 1.0)
+    return attempt
+
+
+def test_clis_finish_in_an_image_that_has_nothing_of_theirs(dock: Dock) -> None:
+    names = ("pi", "claude_code", "codex")
+    rows = dock.run(
+        *(
+            {
+                "id": name, "instruction": "Create hello.txt containing hi", "harness": {"name": name},
+                "runtime": {"kind": "docker", "image": dock.glibc},
+                "evaluator": {"kind": "command", "command": f"{HELLO} && ! command -v node && ! command -v python3"},
+                "limits": {"attempt_s": 240, "session_s": 300, "attempts": 1},
+            }
+            for name in names
+        )
+    )  # fmt: skip
+    for name in names:
+        row = rows[name]
+        assert row["outcomes"] == {"passed": 1}, row["shown"]
+        assert [a["exit_code"] for a in row["shown"]["attempts"]] == [0]
+        assert (row["completions"], row["traces"], row["exact_share"]) == (2, 1, 1.0)
+
+
+def test_nothing_but_the_proxy_can_be_reached(dock: Dock) -> None:
+    house = House(dock.live.data).read()
+    assert house is not None
+    ports = [urlsplit(url).port for url in (house.ingest, house.proxy, house.analytics, house.engine, house.nats)]
+    tried = [f"127.0.0.1:{p}" for p in ports] + ["1.1.1.1:53", "169.254.169.254:80", "172.17.0.1:22", "[::1]:8700"]
+    script = ""
+    for address in tried:
+        host, _, port = address.rpartition(":")
+        script += f"if nc -w 3 {host.strip('[]')} {port} </dev/null; then echo {address} >> reached; fi\n"
+    script += "if nslookup example.com >/dev/null 2>&1; then echo names >> reached; fi\n"
+    script += "ls /sys/class/net > links; ls /var/run/docker.sock >> reached 2>/dev/null\n"
+    script += "wget -q -O - http://127.0.0.1:8700/ >> reached; echo hi > hello.txt\n"
+    wanted = f'{HELLO} && ! test -s reached && test "$(cat links)" = lo'
+    row = dock.run(dock.task("egress", script, evaluator={"kind": "command", "command": wanted}))["egress"]
+    assert row["outcomes"] == {"passed": 1}, row["shown"]
+    assert ended(row)["exit_code"] == 0
+
+
+def test_limits_are_the_agents_own_and_are_judged(dock: Dock) -> None:
+    rows = dock.run(
+        dock.task("bomb", "b() { b | b & }; b; sleep 5\n", runtime={"pids": 64}),
+        dock.task("hog", "dd if=/dev/zero of=/dev/null bs=900M count=1; sleep 5\n", runtime={"memory_mb": 128}),
+        dock.task("filler", "while cat /bin/busybox >> big; do :; done; sleep 5\n", runtime={"disk_mb": 32}),
+    )
+    for name, limit in (("bomb", "pids"), ("hog", "memory"), ("filler", "disk")):
+        attempt = ended(rows[name])
+        assert rows[name]["outcomes"] == {"failed": 1}, attempt
+        assert (attempt["fault"], attempt["cause"]) == ("agent", "resource_exhausted")
+        assert limit in attempt["detail"]
+    dock.works()
+
+
+def test_a_timeout_ends_what_ignores_sigterm_and_yields_its_traces(dock: Dock) -> None:
+    script = "trap '' TERM INT HUP\nwhile :; do sleep 1; done\n"
+    row = dock.run(dock.task("stubborn", script, limits={"attempt_s": 24, "postrun_reserve_s": 12}))["stubborn"]
+    attempt = ended(row)
+    assert row["outcomes"] == {"budget_exhausted": 1}
+    assert attempt["timed_out"] and attempt["fault"] == "agent"
+    dock.works()
+
+
+def test_what_daemonises_goes_with_its_container(dock: Dock) -> None:
+    script = "echo hi > hello.txt; (setsid sh -c 'trap \"\" TERM HUP; while :; do sleep 1; done' >/dev/null 2>&1 &)\n"
+    row = dock.run(dock.task("daemon", script))["daemon"]
+    assert row["outcomes"] == {"passed": 1}
+    assert ended(row)["exit_code"] == 0
+    dock.works()
+
+
+def while_running(dock: Dock, task: dict[str, Any], harm: Callable[[], None]) -> dict[str, Any]:
+    """Do harm to a task's container once its script has written `hello.txt` and sleeps."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(dock.run, task)
+        deadline = time.monotonic() + 90
+        while not _sleeping(dock) and not running.done() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert _sleeping(dock), running.done() and running.result()
+        harm()
+        return running.result()[task["id"]]
+
+
+def _sleeping(dock: Dock) -> bool:
+    return any("sleep 45" in line for c in dock.containers() for line in runtime_docker.processes(dock.host, c))
+
+
+def test_a_container_killed_from_outside_is_judged_for_what_it_did(dock: Dock) -> None:
+    """A container's death can be brought about from within, so it is no reason to forget the attempt."""
+
+    def kill() -> None:
+        for container in dock.containers():
+            runtime_docker.kill_container(dock.host, container)
+
+    row = while_running(dock, dock.task("killed", "echo hi > hello.txt; sleep 45\n"), kill)
+    attempt = ended(row)
+    assert attempt["fault"] in ("agent", "none"), attempt
+    assert row["shown"]["phase"] == "completed"
+    dock.works()
+
+
+def test_a_daemon_that_is_restarted_costs_an_attempt(dock: Dock) -> None:
+    def restart() -> None:
+        runtime_docker.stop_daemon(dock.directory)
+        # Longer than all attempts would last if each failed at once.
+        time.sleep(10)
+        assert runtime_docker.start_daemon(dock.directory) == dock.host
+
+    row = while_running(dock, dock.task("restart", "echo hi > hello.txt; sleep 45\n"), restart)
+    first, second = row["shown"]["attempts"]
+    assert (first["fault"], first["cause"]) == ("infra", "daemon"), first
+    assert (second["fault"], second["exit_code"]) == ("none", 0)
+    assert row["outcomes"] == {"passed": 1}
+    # The call of the attempt that was lost is on record, and not trained.
+    assert (row["shown"]["completions"], row["traces"]) == ({"captured": 2}, 1)
+    dock.works()
+
+
+def test_images_that_cannot_run_are_told_by_name(dock: Dock) -> None:
+    foreign, few = runtime_docker.foreign_image(dock.host), {"attempts": 1}
+    rows = dock.run(
+        dock.task("unknown", "true", runtime={"image": "polar-test/nowhere:1"}, limits=few),
+        dock.task("foreign", "true", runtime={"image": foreign}, limits=few),
+    )
+    assert rows["unknown"]["outcomes"] == {"infra_error": 1}
+    assert rows["unknown"]["shown"]["cause"] == "image"
+    assert "polar-test/nowhere:1" in rows["unknown"]["shown"]["detail"]
+    assert rows["foreign"]["outcomes"] == {"harness_error": 1}
+    assert "s390x" in rows["foreign"]["shown"]["detail"]
+    dock.works()
