@@ -462,4 +462,5 @@ async def test_fifty_attempts_leave_nothing(case: Case) -> None:
     before = traces()
     for _ in range(6):
         await asyncio.gather(*(once() for _ in range(5)))
-    assert await soon(lambda: traces() == before), (before, traces())
+    # Fewer is no leak: what somebody else had mounted may have gone meanwhile.
+    assert await soon(lambda: all(a <= b for a, b in zip(traces(), before, strict=True))), (before, traces())
