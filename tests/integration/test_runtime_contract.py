@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import runtime_docker
 from runtime_kit import HEARTBEAT, LIMITS, Case, Unix, begun, sh, soon, stands_still
 
+import runtime_docker
 from polar_common.errors import CommandFailed, ConfigError, ResourceExhausted, RuntimeFault
 from polar_common.nats_server import free_port
 from polar_common.tasks import spawn
