@@ -70,6 +70,8 @@ test-harness: $(STAMP)
 test-docker: $(STAMP)
 	$(call need,dockerd,docker.io)
 	$(call need,busybox,busybox-static)
+	$(call need,curl,curl)
+	$(call need,git,git)
 	$(PYTEST) -m docker
 
 ## test-slurm     gateways in a real Slurm (as root; the tests start its daemons on this machine)
