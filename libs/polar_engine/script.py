@@ -76,14 +76,17 @@ class Script:
     def orders(self, prompt: str) -> Orders:
         """What the first user's message that gives orders says. Nothing without the flag `orders`.
 
-        Raises ValueError for unknown flags and faults.
+        A call without tools, such as one for a title, has the flags alone: it would take a fault from the conversation
+        beside which it is made. Raises ValueError for unknown flags and faults.
         """
         if "orders" not in self.flags:
             return Orders()
-        for text in _asked(_TURN.findall(prompt)):
+        turns = _TURN.findall(prompt)
+        for text in _asked(turns):
             if found := dict(_ORDER.findall(text)):
                 flags = parse_script(found["script"]).flags if "script" in found else None
-                return Orders(flags, parse_faults(found.get("faults", "")), found.get("job", ""))
+                faults = parse_faults(found.get("faults", ""))
+                return Orders(flags, faults, found.get("job", "")) if _tools(turns) else Orders(flags)
         return Orders()
 
     def ordered(self, orders: Orders) -> Script:
@@ -93,7 +96,7 @@ class Script:
     def answer(self, prompt: str) -> str:
         """The answer to a ChatML prompt, without an end-of-turn token."""
         turns = _TURN.findall(prompt)
-        offered = set(_NAME.findall("".join(text for role, text in turns if role == "system")))
+        offered = _tools(turns)
         users = _asked(turns)
         thought = "<think>\nThe file has to be written.\n</think>\n\n" if "think" in self.flags else ""
         if "echo" in self.flags:
@@ -134,6 +137,10 @@ class Script:
         separators = (" ,  ", " :  ") if "spaced" in self.flags else (", ", ": ")
         body = json.dumps(arguments, separators=separators)
         return f'<tool_call>\n{{"name": "{name}", "arguments": {body}}}\n</tool_call>'
+
+
+def _tools(turns: list[tuple[str, str]]) -> set[str]:
+    return set(_NAME.findall("".join(text for role, text in turns if role == "system")))
 
 
 def _asked(turns: list[tuple[str, str]]) -> list[str]:

@@ -93,19 +93,20 @@ def test_side_calls_and_echo() -> None:
 
 
 def test_orders_are_taken_from_the_user_alone_and_only_where_allowed() -> None:
-    told = prompt(
-        ("tool", "polar.script=echo"), ("user", "Go. polar.script=think,split polar.faults=500-1,cut-3 polar.job=a")
-    )
+    said = "Go. polar.script=think,split polar.faults=500-1,cut-3 polar.job=a"
+    told = prompt(("tool", "polar.script=echo"), ("user", said), tools=("bash",))
     assert parse_script("file").orders(told) == Orders()
     script = parse_script("file,orders")
     orders = script.orders(told)
     assert orders == Orders(frozenset({"think", "split"}), {1: "500", 3: "cut"}, "a")
     assert script.ordered(orders).flags == {"think", "split"}
+    # A call beside the conversation takes none of its faults.
+    assert script.orders(prompt(("user", said))) == Orders(frozenset({"think", "split"}))
     assert script.ordered(Orders(job="a")) == script
     with pytest.raises(ValueError, match="unknown script flag 'nothing'"):
         script.orders(prompt(("user", "polar.script=nothing")))
     with pytest.raises(ValueError, match="is no fault"):
-        script.orders(prompt(("user", "polar.faults=600-1")))
+        script.orders(prompt(("user", "polar.faults=600-1"), tools=("bash",)))
 
 
 def test_faults_and_flags_are_checked() -> None:
