@@ -10,6 +10,7 @@ from dialect_cases import CASES, MINTED, USAGE, Case, call, function, parse, rep
 from polar_common.errors import EngineDown, RequestError
 from polar_proxy.dialects.base import ChatRequest, Usage, events_of
 from polar_proxy.dialects.openai_chat.request import HONOURED, NOT_FORWARDED
+from polar_render.base import TextDelta, ToolCallStarted
 from polar_render.messages import Image, Message, Text, Thinking, ToolCall, ToolSpec
 
 PATH = "/v1/chat/completions"
@@ -295,3 +296,12 @@ def test_errors_in_mid_stream_and_keepalive() -> None:
     assert b'"code":502' in encoder.fail(EngineDown("gone"))[0].data
     assert encoder.keepalive().startswith(b":")
     assert encoder.end(USAGE)[-1].data == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(("agent", "held"), [("opencode/1.18.33 ai-sdk/provider-utils", True), ("OpenAI/JS 6", False)])
+def test_a_client_that_keeps_broken_calls_sees_whole_ones_alone(agent: str, held: bool) -> None:
+    """opencode's history would hold the call that broke, with "aborted" for its result, before the one that didn't."""
+    dialect, request = parse(Case(PATH, {"model": "m", "messages": USER, "stream": True}, {"user-agent": agent}))
+    encoder = dialect.encoder(request, [MINTED])
+    assert not encoder.feed(TextDelta("I will"))[0].actionable
+    assert encoder.feed(ToolCallStarted(0, "bash"))[0].actionable is held

@@ -79,6 +79,8 @@ class Hints:
     context_edits: tuple[str, ...] = ()
     errors_in_stream: bool = False
     """This client gives up on a 429 and on an overflow told by status, and handles both inside a stream."""
+    keeps_broken_calls: bool = False
+    """A tool call whose stream broke off stays in this client's history: it is to be told of whole ones alone."""
 
 
 @dataclass(frozen=True, slots=True)

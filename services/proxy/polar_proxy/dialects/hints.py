@@ -56,5 +56,6 @@ def hints_from(
         previous_response=previous_response,
         request_kind=kind,
         context_edits=context_edits,
+        keeps_broken_calls=headers.get("user-agent", "").startswith("opencode/"),
         errors_in_stream=headers.get("originator", "").startswith("codex"),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import orjson
 
@@ -154,7 +155,8 @@ class ChatEncoder:
         call = ToolCall(self._minted[choice].tool_id(event.index), event.name, "", custom=event.custom)
         if event.custom:
             self._freeform.add((choice, event.index))
-        return self._chunk(choice, _dumps({"tool_calls": [{"index": event.index, **_call_json(call)}]}))
+        begun = self._chunk(choice, _dumps({"tool_calls": [{"index": event.index, **_call_json(call)}]}))
+        return replace(begun, actionable=self._request.hints.keeps_broken_calls)
 
     def _arguments(self, event: ToolCallDelta, choice: int) -> list[Frame]:
         if not event.arguments:
