@@ -245,6 +245,16 @@ def test_a_turn_that_says_nothing_is_left_out_and_named() -> None:
     assert three.parent is two and talk.events[-1][1].dropped == ("messages[1]", "messages[4]")
 
 
+def test_thoughts_that_led_to_nothing_are_left_out_unless_they_were_a_whole_answer() -> None:
+    talk = Talk()
+    one = talk.call(user("q"), answer="<hm>a|")
+    two = talk.call(user("q"), said(Thinking("h")), said(Thinking("hm"), "a"), user("r"), answer="<only>|")
+    assert two.parent is one and talk.events[-1][1].dropped == ("messages[1]",)
+    before = (user("q"), said(Thinking("hm"), "a"), user("r"))
+    three = talk.call(*before, said(Thinking("only")), user("s"))
+    assert three.parent is two and talk.events[-1][1].dropped == ()
+
+
 def test_a_turn_that_was_sampled_empty_stays() -> None:
     talk = Talk()
     one = talk.call(user("q"), answer="|")

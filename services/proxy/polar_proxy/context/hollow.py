@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from polar_proxy.dialects.base import ChatRequest
-from polar_render.messages import Message, Text
+from polar_render.messages import Message, Text, Thinking
 
 from .match import Keys, Match, find, keys_of
 from .nodes import SessionIndex
@@ -17,8 +17,10 @@ __all__ = ["is_hollow", "match_without_hollow"]
 
 
 def is_hollow(message: Message) -> bool:
-    """An assistant turn without text, thinking or calls."""
-    return message.role == "assistant" and all(isinstance(p, Text) and not p.text.strip() for p in message.parts)
+    """An assistant turn without text and calls; thoughts that led to nothing may be there."""
+    if message.role != "assistant":
+        return False
+    return all(isinstance(p, Thinking) or (isinstance(p, Text) and not p.text.strip()) for p in message.parts)
 
 
 def match_without_hollow(
