@@ -31,7 +31,7 @@ from polar_common.events import (
     VersionSpan,
     encode,
 )
-from polar_common.ids import FIRST_SEGMENT, session_id, task_id
+from polar_common.ids import FIRST_SEGMENT, segment_of, session_id, task_id
 from polar_common.packing import BlobRef, Column, pack
 
 SAMPLING = SamplingUsed(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=512)
@@ -178,7 +178,7 @@ class Script:
 
     async def publish(self, bus: Bus, until: Callable[[Event], bool] = lambda _: False) -> None:
         """Blobs, then every event in order, up to and without the first that `until` holds for."""
-        blobs = Blobs(bus, FIRST_SEGMENT)
+        blobs = Blobs(bus, segment_of(self.session))
         for ref, body in self.refs:
             await blobs.put_as(ref, body)
         for _, event in self.events:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .ids import token
 from .ownership import OWNERS
-from .topology import DLQ, TRACES, Topology, blobs_stream, consumers, events_stream
+from .topology import CATALOGUE, DLQ, TRACES, Topology, blobs_stream, consumers, events_stream
 
 __all__ = ["ADMIN", "SERVICES", "SYSTEM", "TOOLS", "USERS", "NatsUser", "authorization", "inbox_prefix", "users"]
 
@@ -26,16 +26,16 @@ SYSTEM = "monitor"
 USERS = (*SERVICES, TOOLS, ADMIN, SYSTEM)
 
 _API = "$JS.API"
-# Which streams a user reads: events, blobs, traces, dlq.
+# Which streams a user reads: events, blobs, traces, dlq, catalogue.
 _READS: dict[str, tuple[str, ...]] = {
-    "ingest": ("events", "blobs", "dlq"),
+    "ingest": ("events", "blobs", "dlq", "catalogue"),
     "gateway": ("events", "blobs"),
     "proxy": ("events", "blobs"),
     "reconstructor": ("events", "blobs", "traces"),
     "evaluator": ("events", "blobs"),
     "analytics": ("events", "blobs", "traces"),
     "trainer": ("events", "blobs", "traces"),
-    TOOLS: ("events", "blobs", "traces", "dlq"),
+    TOOLS: ("events", "blobs", "traces", "dlq", "catalogue"),
 }
 _WRITES_BLOBS = ("ingest", "gateway", "proxy", "reconstructor", "evaluator", TOOLS)
 # Consumers that are as many as there are trainers and engine replicas are made by those who read them.
@@ -74,7 +74,7 @@ def _streams(kinds: tuple[str, ...], segments: tuple[str, ...]) -> list[str]:
         elif kind == "blobs":
             found += [blobs_stream(s) for s in segments]
         else:
-            found.append(TRACES if kind == "traces" else DLQ)
+            found.append({"traces": TRACES, "dlq": DLQ, "catalogue": CATALOGUE}[kind])
     return found
 
 

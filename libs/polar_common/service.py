@@ -11,6 +11,8 @@ import ctypes
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -35,9 +37,10 @@ from .settings import HouseSettings
 from .tasks import cancel_and_wait, spawn
 from .topology import ConsumerSpec
 
-__all__ = ["Service", "die_with_parent", "serve_http"]
+__all__ = ["Service", "die_with_parent", "own_process", "serve_http"]
 
 _BACKLOG = 2048
+_LEAVING_S = 3.0
 _log = structlog.get_logger(__name__)
 
 
@@ -45,6 +48,27 @@ def die_with_parent() -> None:
     """Ask the kernel for SIGTERM when the parent dies (Linux); a house leaves no process behind."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
+
+
+_alone = False
+"""Whether this process is one service's own (`own_process`)."""
+
+
+def own_process() -> None:
+    """Say that this process exists for one service: it then ends in time, whatever hangs while it leaves."""
+    global _alone
+    _alone = True
+
+
+def _end_in(seconds: float) -> None:
+    """A service that can't say goodbye, because the log died with the house, mustn't stay for ever."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        _log.error("didn't end by itself", after_s=seconds)
+        os._exit(70)
+
+    threading.Thread(target=end, daemon=True, name="last-resort").start()
 
 
 class Service:
@@ -123,6 +147,8 @@ class Service:
             stopping = spawn(_wait(self.stop), name="stop")
             done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
             self.stop.set()
+            if _alone:
+                _end_in(self.grace_s + _LEAVING_S)
             if tasks:
                 await asyncio.wait(tasks, timeout=self.grace_s)
             for task in done:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nats.js import JetStreamContext
@@ -21,7 +22,8 @@ from . import subjects
 from .ids import FIRST_SEGMENT, token
 
 __all__ = [
-    "ACK_WAIT_S", "BLOBS", "DLQ", "EVENTS", "TRACES", "ConsumerSpec", "Topology", "apply", "blobs_stream",
+    "ACK_WAIT_S", "BLOBS", "CATALOGUE", "DLQ", "EVENTS", "TRACES", "ConsumerSpec", "Topology", "apply",
+    "apply_streams", "blobs_stream",
     "consumers", "differences", "events_stream", "streams", "trainer_consumer", "work_consumer",
 ]  # fmt: skip
 
@@ -32,6 +34,7 @@ EVENTS = "POLAR_EVENTS"
 BLOBS = "POLAR_BLOBS"
 TRACES = "POLAR_TRACES"
 DLQ = "POLAR_DLQ"
+CATALOGUE = "POLAR_CATALOGUE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class Topology:
     events_bytes: int = -1
     traces_bytes: int = -1
     dlq_bytes: int = 1 << 30
+
+    def for_segment(self, segment: str) -> Topology:
+        """The same house with another open segment."""
+        return replace(self, segment=segment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ def streams(topology: Topology) -> list[StreamConfig]:
             **truth,
         ),
         StreamConfig(name=blobs_stream(seg), subjects=[f"polar.blobs.{seg}.>"], **truth),
+        StreamConfig(name=CATALOGUE, subjects=["polar.catalogue.>"], **truth),
         StreamConfig(
             name=TRACES,
             subjects=["polar.traces.>"],
@@ -160,13 +168,20 @@ def consumers(topology: Topology) -> list[ConsumerSpec]:
     ]
 
 
-async def apply(js: JetStreamContext, topology: Topology) -> None:
-    """Create what is missing. What exists is left as it is: changing a live log is a person's decision."""
+async def apply_streams(js: JetStreamContext, topology: Topology, names: Collection[str] = ()) -> None:
+    """Create the streams that are missing; `names`: only these."""
     for stream in streams(topology):
+        if names and stream.name not in names:
+            continue
         try:
             await js.stream_info(str(stream.name))
         except NotFoundError:
             await js.add_stream(stream)
+
+
+async def apply(js: JetStreamContext, topology: Topology) -> None:
+    """Create what is missing. What exists is left as it is: changing a live log is a person's decision."""
+    await apply_streams(js, topology)
     for consumer in consumers(topology):
         try:
             await js.consumer_info(consumer.stream, consumer.durable)

@@ -28,6 +28,7 @@ from polar_common.ids import new_id, segment_of
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import events_stream
 
+from .acks import Acks
 from .read import Stored, direct_get, leader_get
 
 __all__ = ["Bus", "Published", "Stored"]
@@ -66,6 +67,7 @@ class Bus:
         self.nc = nc
         self.js: JetStreamContext = nc.jetstream(timeout=_TIMEOUT_S)
         self.producer = producer
+        self._acks = Acks(nc)
 
     @classmethod
     async def connect(cls, url: str, producer: str, *, user: str = "", password: str = "", wait_s: float = 30.0) -> Bus:
@@ -185,7 +187,7 @@ class Bus:
         return event if event.producer else event.model_copy(update={"producer": self.producer})
 
     async def _request(self, subject: str, body: bytes, headers: dict[str, str]) -> Published:
-        answer = orjson.loads((await self.nc.request(subject, body, timeout=_TIMEOUT_S, headers=headers)).data)
+        answer = orjson.loads((await self._acks.request(subject, body, headers, _TIMEOUT_S)).data)
         if error := answer.get("error"):
             raise _Refused(int(error.get("err_code") or error.get("code") or 0), str(error.get("description")))
         return Published(int(answer["seq"]), bool(answer.get("duplicate")))
@@ -254,6 +256,8 @@ class Bus:
                 return "POLAR_TRACES"
             case "dlq":
                 return "POLAR_DLQ"
+            case "catalogue":
+                return "POLAR_CATALOGUE"
         raise NotFound(f"no stream holds {subject}")
 
     async def reply(self, msg: Msg, body: bytes, *, timeout: float = 5.0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,8 +16,10 @@ from nats.aio.msg import Msg
 from polar_common.errors import BusError, Unavailable
 from polar_common.events import Event, decode
 
-__all__ = ["Stored", "direct_get", "leader_get", "parse_time"]
+__all__ = ["TIME", "Stored", "direct_get", "leader_get", "parse_time"]
 
+TIME = "Polar-Time"
+"""When a message was first stored, where it came here from an archive."""
 _TIMEOUT_S = 5.0
 _TOO_MANY = 1024
 
@@ -51,12 +53,15 @@ def parse_time(text: str) -> datetime:
     return datetime.fromisoformat(whole).replace(microsecond=int((fraction + "000000")[:6] or 0), tzinfo=UTC)
 
 
+def _time(headers: Mapping[str, str], stamped: str) -> datetime:
+    return datetime.fromisoformat(headers[TIME]) if TIME in headers else parse_time(stamped)
+
+
 def from_delivery(msg: Msg) -> Stored:
     """A message delivered by a consumer."""
-    meta = msg.metadata
-    return Stored(
-        msg.subject, meta.sequence.stream, meta.timestamp, msg.data, (msg.headers or {}).get("Polar-Body", "")
-    )
+    meta, headers = msg.metadata, msg.headers or {}
+    time = datetime.fromisoformat(headers[TIME]) if TIME in headers else meta.timestamp
+    return Stored(msg.subject, meta.sequence.stream, time, msg.data, headers.get("Polar-Body", ""))
 
 
 def _raw_headers(block: bytes) -> dict[str, str]:
@@ -84,7 +89,7 @@ async def leader_get(nc: Client, stream: str, subject: str) -> Stored | None:
     return Stored(
         message["subject"],
         int(message["seq"]),
-        parse_time(message["time"]),
+        _time(headers, message["time"]),
         b64decode(message.get("data") or ""),
         headers.get("Polar-Body", ""),
     )
@@ -143,7 +148,7 @@ async def _collect(nc: Client, stream: str, request: dict[str, Any]) -> tuple[li
                     Stored(
                         headers["Nats-Subject"],
                         int(headers["Nats-Sequence"]),
-                        parse_time(headers["Nats-Time-Stamp"]),
+                        _time(headers, headers["Nats-Time-Stamp"]),
                         msg.data,
                         headers.get("Polar-Body", ""),
                     )

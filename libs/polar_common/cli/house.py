@@ -18,6 +18,7 @@ from polar_common.errors import ConfigError
 from polar_common.house.layout import House, find_house, process_started
 from polar_common.house.supervisor import reap
 from polar_common.house.up import UpOptions, run_house
+from polar_common.service import own_process
 from polar_common.settings import inherited_environment
 from polar_common.topology import ACK_WAIT_S
 
@@ -221,4 +222,5 @@ def run_service(
     found = {e.name: e for e in importlib.metadata.entry_points(group="polar.services")}
     if name not in found:
         raise ConfigError(f"no service {name!r}; there are: {', '.join(sorted(found))}", "name")
+    own_process()
     found[name].load()()

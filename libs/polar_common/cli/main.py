@@ -29,6 +29,9 @@ _BUILT_IN = {
     "session": "polar_common.cli.tasks:session",
     "query": "polar_common.cli.query:query",
     "verify": "polar_common.cli.verify:verify",
+    "log": "polar_common.cli.log:log",
+    "dlq": "polar_common.cli.dlq:dlq",
+    "ledger": "polar_common.cli.dlq:ledger",
     "run-service": "polar_common.cli.house:run_service",
 }
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from polar_common.bus import Bus
-from polar_common.house import find_house
 from polar_common.verify import CHECKS, LiveSource, Options, Report, audit
 
+from .connect import with_bus
 from .house import _DATA, DataOption, JsonOption
 from .output import console, emit, table
 
@@ -32,7 +30,6 @@ def verify(
 
     Example: polar verify --json
     """
-    found = find_house(data if data != _DATA else None)
     columns = (TextColumn("{task.description}"), TextColumn("{task.completed:,.0f}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=json or not console.is_terminal) as progress:
         shown = progress.add_task("reading", total=None)
@@ -42,14 +39,7 @@ def verify(
 
         options = Options(build=build, settled=settled, rebuild=rebuild, progress=on_progress)
 
-        async def run() -> Report:
-            bus = await Bus.connect(found.nats, "verify", wait_s=5)
-            try:
-                return await audit(LiveSource(bus), options)
-            finally:
-                await bus.close()
-
-        report = asyncio.run(run())
+        report = with_bus(data, lambda bus: audit(LiveSource(bus), options))
     tell(report, json)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import os
@@ -19,15 +18,14 @@ from typing import IO, Any
 import httpx
 import orjson
 
-from polar_common.bus import Bus
-from polar_common.connection import with_user
 from polar_common.errors import ConfigError
-from polar_common.nats_server import NatsConfig, find_binary, free_port, server_config
-from polar_common.permissions import ADMIN, SERVICES, authorization, users
+from polar_common.nats_server import free_port
+from polar_common.permissions import SERVICES
 from polar_common.settings import inherited_environment
-from polar_common.topology import ACK_WAIT_S, Topology, apply
+from polar_common.topology import ACK_WAIT_S, Topology
 
 from .layout import House, HouseFile, nats_secret, process_started
+from .log_server import start_log
 from .supervisor import Child, Supervisor, reap
 
 __all__ = ["PREFERRED_PORTS", "UpOptions", "run_house"]
@@ -138,15 +136,15 @@ class _Starter:
         self._say = say
         self._ports = {n: choose_port(n, options.ports.get(n), options.host) for n in PREFERRED_PORTS}
         self._nats = f"nats://127.0.0.1:{self._ports['nats']}"
+        self._topology = Topology(work_classes=options.work_classes, lease_s=options.lease_s)
 
     def start(self) -> HouseFile:
         """Everything, ready. Raises ConfigError naming the part that isn't."""
         options = self._options
-        topology = Topology(work_classes=options.work_classes, lease_s=options.lease_s)
-        _start_nats(self._house, options, self._supervisor, self._ports["nats"], topology)
-        admin = with_user(self._nats, ADMIN, self._house.secret(nats_secret(ADMIN)))
-        asyncio.run(_topology(admin, topology))
-        self._say("log ready")
+        topology, segments = start_log(self._house, self._supervisor, self._ports["nats"], options.sync, self._topology)
+        self._topology = topology
+        others = [s for s in segments if s != topology.segment]
+        self._say("log ready" + (f", segment {topology.segment} (also: {', '.join(others)})" if others else ""))
         # These need nothing but the log, so they start beside the engine, which takes longest.
         early = [
             self._service("ingest", POLAR_PORT=str(self._ports["ingest"])),
@@ -161,7 +159,7 @@ class _Starter:
         ready = self._house.run / f"{name}.ready.json"
         argv = [sys.executable, "-m", "polar_common.cli", "run-service", name]
         settings = {"POLAR_READY_FILE": str(ready), "POLAR_HOST": self._options.host, "POLAR_NATS": self._nats}
-        settings |= env | self._options.env
+        settings |= {"POLAR_SEGMENT": self._topology.segment} | env | self._options.env
         if name in SERVICES:
             settings |= {"POLAR_NATS_USER": name, "POLAR_NATS_PASSWORD": self._house.secret(nats_secret(name))}
         timeout_s = 600 if name == "engine" else 120
@@ -229,6 +227,7 @@ class _Starter:
             started=process_started(os.getpid()),
             nats=self._nats,
             nats_users=True,
+            segment=self._topology.segment,
             engine=engine_url,
             model=self._options.model,
             **at,
@@ -252,31 +251,3 @@ def _socket_path(house: House) -> Path:
         path = Path(tempfile.gettempdir()) / f"polar-{digest}" / "proxy.sock"
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     return path
-
-
-def _start_nats(house: House, options: UpOptions, supervisor: Supervisor, port: int, topology: Topology) -> None:
-    name = "polar"
-    who = authorization(users(topology), lambda user: house.secret(nats_secret(user)))
-    config = NatsConfig(data=house.nats, port=port, name=name, sync=options.sync, authorization=who)
-    file = house.run / "nats.conf"
-    # It holds passwords.
-    file.touch(0o600)
-    file.chmod(0o600)
-    file.write_text(server_config(config))
-
-    def greets() -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", port), 1) as sock:
-                return f'"server_name":"{name}"'.encode() in sock.recv(4096)
-        except OSError:
-            return False
-
-    supervisor.start(Child("nats", [str(find_binary()), "-c", str(file)], house.logs / "nats.log", ready=greets))
-
-
-async def _topology(url: str, topology: Topology) -> None:
-    bus = await Bus.connect(url, "up")
-    try:
-        await apply(bus.js, topology)
-    finally:
-        await bus.close()

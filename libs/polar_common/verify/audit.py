@@ -96,8 +96,9 @@ async def _read(source: Source, facts: Facts, findings: Findings, report: Report
                 options.progress(stream, count)
         report.messages[stream] = count
 
+    segments = {name.rpartition("_")[2] for name in await source.streams("events")}
     for stream in await source.streams("traces"):
-        await read(stream, TraceRecorder(facts, findings, source, stream).record, awaited=True)
+        await read(stream, TraceRecorder(facts, findings, source, stream, segments).record, awaited=True)
     for stream in await source.streams("events"):
         await read(stream, EventRecorder(facts, findings, stream).record)
     for stream in await source.streams("blobs"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,14 @@ __all__ = ["BlobRecorder", "TraceRecorder"]
 class TraceRecorder:
     """Records the messages of the trace stream. Columns that are blobs are fetched one trace at a time."""
 
-    def __init__(self, facts: Facts, findings: Findings, source: Source, stream: str) -> None:
+    def __init__(
+        self, facts: Facts, findings: Findings, source: Source, stream: str, segments: Collection[str]
+    ) -> None:
         self._facts = facts
         self._findings = findings
         self._source = source
         self._stream = stream
+        self._segments = segments
         self.count = 0
 
     async def record(self, stored: Stored) -> None:
@@ -39,6 +43,9 @@ class TraceRecorder:
         self.count += 1
         self._facts.add("subjects", natural_key(stored.subject), self._stream, stored.sequence)
         tokens = stored.subject.split(".")
+        if len(tokens) > 4 and tokens[4].partition("-")[0] not in self._segments:
+            # Of a segment that was dropped, or isn't in this archive: there is nothing to hold it against.
+            return
         try:
             if tokens[-1] == "closed":
                 self._projection(GroupTraces.model_validate_json(stored.body), stored)

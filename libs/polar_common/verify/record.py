@@ -32,6 +32,7 @@ from polar_common.events import (
     SessionSealed,
     TaskAccepted,
 )
+from polar_common.letters import is_letter
 
 from .facts import Facts
 from .findings import Finding, Findings
@@ -66,7 +67,9 @@ def blob_refs(value: Any) -> Iterator[tuple[str, int]]:
 
 
 def record_dead_letter(facts: Facts, findings: Findings, stored: Stored) -> None:
-    """A dead letter excuses the message it is about."""
+    """A dead letter excuses the message it is about; notes of retries lie below them."""
+    if not is_letter(stored.subject):
+        return
     try:
         letter = orjson.loads(stored.body)
         facts.add(

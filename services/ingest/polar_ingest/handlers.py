@@ -18,6 +18,7 @@ import stamina
 import structlog
 from prometheus_client import Counter
 
+from polar_common import subjects
 from polar_common.bus import Bus, Lease
 from polar_common.errors import Conflict, Poison
 from polar_common.events import CallbackDelivered, GroupClosed
@@ -68,7 +69,7 @@ class Callbacks:
         if not isinstance(event, GroupClosed):
             raise Poison(f"{lease.stored.subject} holds a {event.kind}")
         accepted = await self._specs.get(event.task)
-        if not accepted.spec.callback:
+        if not accepted.spec.callback or await self._bus.last(subjects.task(event.task, "callback_delivered")):
             return
         key = f"{event.task}.closed"
         body = {"event": "group.closed", "key": key, "id": accepted.spec.id, **event.model_dump(mode="json")}

@@ -12,9 +12,10 @@ from prometheus_client import Counter
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
+from polar_common.catalogue import Catalogue
 from polar_common.errors import Conflict, RequestError, Stale
 from polar_common.events import SessionCancelRequested, TaskAccepted
-from polar_common.ids import sessions_of
+from polar_common.ids import FIRST_SEGMENT, sessions_of
 
 from .entries import Session
 from .intake import Submission, pack_files, parse, task_events
@@ -59,6 +60,7 @@ class Intake:
         self._scheduler = scheduler
         self._settings = settings
         self._blobs = Blobs(bus, settings.segment)
+        self._catalogue = Catalogue(bus)
         self._admitted: dict[str, int] = {}
         """Task → sessions published by this instance and not yet seen by its fold."""
 
@@ -77,6 +79,8 @@ class Intake:
         )
         known = await bounded(found, self._known)
         fresh = {s.task: s for s, there in zip(found, known, strict=True) if not there}
+        if fresh:
+            await self._check_segment(list(fresh.values()))
         self._admit(list(fresh.values()))
         await bounded(list(fresh.values()), self._publish)
         _taken.labels("accepted").inc(len(fresh))
@@ -90,6 +94,22 @@ class Intake:
             return False
         _same(submission, accepted)
         return True
+
+    async def _check_segment(self, fresh: Sequence[Submission]) -> None:
+        """Raises RequestError 503 if the log was rolled, 409 for a task that an earlier segment has or had."""
+        segment = self._settings.segment
+        if await self._catalogue.has(segment, "rolled"):
+            raise RequestError(f"segment {segment} was rolled: start the house again", 503)
+        if segment == FIRST_SEGMENT:
+            return
+        segments = await self._catalogue.segments()
+        for one in fresh:
+            if earlier := await self._catalogue.earlier(one.task, segments):
+                where = f"{one.where}.id" if one.where else "id"
+                text = (
+                    f"{one.spec.id!r} of run {one.run!r} was accepted in segment {earlier}: give it another id or run"
+                )
+                raise RequestError(text, 409, where)
 
     def _admit(self, fresh: Sequence[Submission]) -> None:
         """Reserve room in the queue. Raises Full, or RequestError where no queue would ever be long enough."""

@@ -1,0 +1,147 @@
+"""The life of a log segment: surveyed, rolled over to the next, sealed, and dropped when it is archived and verified.
+
+Nothing here can lose anything by being interrupted: each step checks what the one before it has to have done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nats.js.errors import NotFoundError
+
+from polar_common.bus import Bus, scan
+from polar_common.catalogue import Catalogue
+from polar_common.errors import ConfigError
+from polar_common.topology import Topology, apply, blobs_stream, events_stream
+
+from .read import check_archive, read_archive
+
+__all__ = ["Survey", "active", "drop", "roll", "seal", "survey"]
+
+_ENDS = ("completed", "failed", "cancelled")
+
+
+@dataclass(slots=True)
+class Survey:
+    """A segment as it is. `state`: open, rolled, sealed, dropped. `live`: sessions without an end; `open_groups`: tasks
+    whose group isn't closed; `archived`: the highest event that an archive is known to hold."""
+
+    segment: str
+    state: str
+    messages: int = 0
+    bytes: int = 0
+    last: int = 0
+    tasks: int = 0
+    sessions: int = 0
+    live: int = 0
+    open_groups: int = 0
+    archived: int = 0
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is left to happen."""
+        return self.live == 0 and self.open_groups == 0
+
+
+async def survey(bus: Bus, segment: str) -> Survey:
+    """Count what there is, in one pass over tasks, groups and sessions' ends."""
+    facts = await Catalogue(bus).facts(segment)
+    state = next((s for s in ("dropped", "sealed", "rolled") if s in facts), "open")
+    found = Survey(segment, state, archived=int(facts.get("archived", {}).get("last", 0)))
+    try:
+        info = await bus.js.stream_info(events_stream(segment))
+    except NotFoundError:
+        return found
+    found.messages, found.bytes, found.last = info.state.messages, info.state.bytes, info.state.last_seq
+    closed = ended = 0
+    prefix = f"polar.events.{segment}"
+    filters = [f"{prefix}.task.*.accepted", f"{prefix}.group.*.closed", f"{prefix}.session.*.0.*"]
+    async for stored in scan(bus, events_stream(segment), filters):
+        tokens = stored.subject.split(".")
+        found.tasks += tokens[3] == "task"
+        closed += tokens[3] == "group"
+        found.sessions += tokens[-1] == "accepted" and tokens[3] == "session"
+        ended += tokens[-1] in _ENDS
+    found.live, found.open_groups = found.sessions - ended, found.tasks - closed
+    return found
+
+
+async def active(bus: Bus) -> tuple[str, list[str]]:
+    """The segment that a house has to serve, and all that aren't dropped: the oldest in which something is left to
+    happen, else the open one."""
+    catalogue = Catalogue(bus)
+    there = [s for s in await catalogue.segments() if not await catalogue.has(s, "dropped")]
+    for segment in there[:-1]:
+        if not await catalogue.has(segment, "sealed") and not (await survey(bus, segment)).quiet:
+            return segment, there
+    return there[-1], there
+
+
+async def roll(bus: Bus, topology: Topology) -> str:
+    """Open the next segment and return its name. Tasks go there when the house is started again; until then, and until
+    all its sessions have ended, the old one is served.
+
+    Raises ConfigError if the topology's segment isn't the open one.
+    """
+    catalogue = Catalogue(bus)
+    segments = await catalogue.segments()
+    if segments[-1] != topology.segment:
+        raise ConfigError(f"the open segment is {segments[-1]}, not {topology.segment}", "segment")
+    following = f"s{len(segments) + 1}"
+    await apply(bus.js, topology.for_segment(following))
+    # Ingest asks for this fact: from here on it takes nothing new into the old segment.
+    await catalogue.record(topology.segment, "rolled", next=following)
+    await catalogue.record(following, "opened", after=topology.segment)
+    return following
+
+
+async def seal(bus: Bus, segment: str) -> Survey:
+    """Make a segment's streams read-only, for ever. Raises ConfigError while anything is left to happen in it."""
+    found = await _closed_segment(bus, segment)
+    for stream in (events_stream(segment), blobs_stream(segment)):
+        config = (await bus.js.stream_info(stream)).config
+        if not config.sealed:
+            config.sealed = True
+            await bus.js.update_stream(config)
+    await Catalogue(bus).record(segment, "sealed", last=found.last)
+    return await survey(bus, segment)
+
+
+async def _closed_segment(bus: Bus, segment: str) -> Survey:
+    found = await survey(bus, segment)
+    if found.state == "open":
+        raise ConfigError(f"{segment} is the open segment: roll it first", "segment")
+    if found.state == "dropped":
+        raise ConfigError(f"{segment} was dropped", "segment")
+    if not found.quiet:
+        raise ConfigError(f"{segment}: {found.live} sessions and {found.open_groups} groups haven't ended", "segment")
+    return found
+
+
+async def drop(bus: Bus, segment: str, archive: Path) -> Survey:
+    """Delete a sealed segment that the archive holds whole. Its task ids are refused from here on.
+
+    Raises ConfigError for anything that would lose something: not sealed, an archive that is incomplete or damaged.
+    """
+    found = await _closed_segment(bus, segment)
+    if found.state != "sealed":
+        raise ConfigError(f"{segment} isn't sealed: `polar log seal {segment}`", "segment")
+    manifest, wrong = check_archive(archive)
+    if manifest.segment != segment:
+        wrong.append(f"{archive} is the archive of segment {manifest.segment}")
+    for stream in (events_stream(segment), blobs_stream(segment)):
+        info = await bus.js.stream_info(stream)
+        held = manifest.streams.get(stream)
+        if held is None or (held.messages, held.last) != (info.state.messages, info.state.last_seq):
+            there = f"{held.messages} up to {held.last}" if held else "nothing"
+            wrong.append(f"{stream} has {info.state.messages} messages up to {info.state.last_seq}, archived: {there}")
+    if wrong:
+        raise ConfigError("; ".join(wrong[:5]), "archive")
+    catalogue = Catalogue(bus)
+    accepted = (s.subject.split(".") for s in read_archive(archive, check=False) if s.subject.endswith(".accepted"))
+    await catalogue.remember(tokens[4] for tokens in accepted if tokens[3] == "task")
+    await catalogue.record(segment, "dropped", archive=str(archive), last=found.last)
+    for stream in (events_stream(segment), blobs_stream(segment)):
+        await bus.js.delete_stream(stream)
+    return await survey(bus, segment)

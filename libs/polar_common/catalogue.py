@@ -1,0 +1,77 @@
+"""The catalogue of log segments: which there are, what became of them, and which task ids a dropped one had.
+
+One stream of facts that happen once. A log with one segment, as it begins, has an empty catalogue.
+`polar.catalogue.segment.<seg>.<fact>` for `opened`, `rolled`, `archived`, `sealed`, `dropped`;
+`polar.catalogue.task.<hash>` for each task of a dropped segment, so that its id is refused for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import orjson
+
+from .bus import Bus
+from .bus.read import direct_get, leader_get
+from .errors import Conflict
+from .ids import FIRST_SEGMENT
+from .topology import CATALOGUE, events_stream
+
+__all__ = ["Catalogue", "Fact"]
+
+Fact = Literal["opened", "rolled", "archived", "sealed", "dropped"]
+_PREFIX = "polar.catalogue"
+
+
+class Catalogue:
+    """Reads and writes of the catalogue."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def segments(self) -> list[str]:
+        """All segments, oldest first, dropped ones too; the last one is open."""
+        found = await direct_get(self._bus.nc, CATALOGUE, [f"{_PREFIX}.segment.*.opened"])
+        return [FIRST_SEGMENT, *(s.subject.split(".")[3] for s in found)]
+
+    async def facts(self, segment: str) -> dict[str, dict[str, Any]]:
+        """What became of a segment: fact → details."""
+        found = await direct_get(self._bus.nc, CATALOGUE, [f"{_PREFIX}.segment.{segment}.*"])
+        return {s.subject.rpartition(".")[2]: orjson.loads(s.body) for s in found}
+
+    async def has(self, segment: str, fact: Fact) -> bool:
+        """Asked of the leader, so never stale."""
+        return await leader_get(self._bus.nc, CATALOGUE, f"{_PREFIX}.segment.{segment}.{fact}") is not None
+
+    async def record(self, segment: str, fact: Fact, **details: Any) -> None:
+        """A fact, once; a repeat is the same fact."""
+        subject = f"{_PREFIX}.segment.{segment}.{fact}"
+        await self._bus.once_raw(subject, orjson.dumps({"segment": segment, "fact": fact, **details}), fact)
+
+    async def remember(self, tasks: Iterable[str]) -> int:
+        """Tasks whose segment is about to be dropped. Returns how many."""
+        count = 0
+        for task in tasks:
+            segment, _, name = task.partition("-")
+            body = orjson.dumps({"task": task, "segment": segment})
+            try:
+                await self._bus.once_raw(f"{_PREFIX}.task.{name}", body, task)
+            except Conflict:
+                # The same user id in two dropped segments: refused already.
+                continue
+            count += 1
+        return count
+
+    async def earlier(self, task: str, segments: Sequence[str]) -> str:
+        """The segment before this task's own in which the same run and id were accepted; "" if there is none."""
+        own, _, name = task.partition("-")
+        for segment in segments:
+            if segment == own:
+                break
+            subject = f"polar.events.{segment}.task.{segment}-{name}.accepted"
+            # A dropped segment has no stream, which reads as nothing there.
+            if await leader_get(self._bus.nc, events_stream(segment), subject) is not None:
+                return segment
+        dropped = await leader_get(self._bus.nc, CATALOGUE, f"{_PREFIX}.task.{name}")
+        return "" if dropped is None else str(orjson.loads(dropped.body)["segment"])

@@ -1,0 +1,200 @@
+"""`polar log`: segments of the log, archives of them, and the server's users."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from polar_common.archive import ArchiveSource, Manifest, check_archive, export, load_archive
+from polar_common.archive import segments as life
+from polar_common.bus import Bus
+from polar_common.catalogue import Catalogue
+from polar_common.errors import PolarError
+from polar_common.permissions import ADMIN, authorization, users
+from polar_common.topology import Topology, events_stream
+from polar_common.verify import Options, audit
+
+from .connect import with_bus
+from .house import _DATA, DataOption, JsonOption
+from .output import console, emit, table
+from .verify import tell
+
+__all__ = ["log"]
+
+log = typer.Typer(help="The log: segments, archives, users.", no_args_is_help=True)
+Directory = Annotated[Path, typer.Argument(help="The archive's directory.")]
+Segment = Annotated[str, typer.Argument(help="A segment, e.g. s1.")]
+
+
+class _Bar:
+    """Messages so far, on a terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        columns = (TextColumn("{task.description}"), TextColumn("{task.completed:,.0f}"), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+        self._shown = self.progress.add_task("", total=None)
+
+    def __call__(self, what: str, count: int) -> None:
+        self.progress.update(self._shown, description=what, completed=count)
+
+
+@log.command("segments")
+def segments(data: DataOption = _DATA, json: JsonOption = False) -> None:
+    """All segments: what they hold, what is left to happen in them, how far they are archived.
+
+    Example: polar log segments
+    """
+
+    async def work(bus: Bus) -> list[life.Survey]:
+        return [await life.survey(bus, s) for s in await Catalogue(bus).segments()]
+
+    _tell(with_bus(data, work), json)
+
+
+def _tell(found: list[life.Survey], json: bool) -> None:
+    if json:
+        for one in found:
+            emit(asdict(one))
+    elif found:
+        table("", list(asdict(found[0])), [list(asdict(one).values()) for one in found])
+
+
+@log.command("roll")
+def roll(data: DataOption = _DATA, json: JsonOption = False) -> None:
+    """Open the next segment. The running house finishes what it has and takes nothing new until it is started again.
+
+    Example: polar log roll && polar down && polar up
+    """
+
+    async def work(bus: Bus) -> str:
+        newest = (await Catalogue(bus).segments())[-1]
+        return await life.roll(bus, await _topology(bus, newest))
+
+    opened = with_bus(data, work, ADMIN)
+    if json:
+        emit({"opened": opened})
+    else:
+        console.print(f"segment {opened} is open; start the house again to use it", markup=False)
+
+
+async def _topology(bus: Bus, segment: str) -> Topology:
+    """The next segment gets the replicas, bounds, classes and leases that this one has."""
+    info = await bus.js.stream_info(events_stream(segment))
+    consumers = await bus.js.consumers_info(events_stream(segment))
+    classes = tuple(c.name.removeprefix("gateway-") for c in consumers if c.name.startswith("gateway-"))
+    waits = [c.config.ack_wait for c in consumers if c.name.startswith("gateway-") and c.config.ack_wait]
+    made = Topology(segment=segment, replicas=info.config.num_replicas or 1, events_bytes=info.config.max_bytes or -1)
+    return replace(made, work_classes=classes or made.work_classes, lease_s=waits[0] if waits else made.lease_s)
+
+
+@log.command("seal")
+def seal(segment: Segment, data: DataOption = _DATA, json: JsonOption = False) -> None:
+    """Make a rolled segment read-only, for ever. Refused while anything is left to happen in it.
+
+    Example: polar log seal s1
+    """
+    _tell([with_bus(data, lambda bus: life.seal(bus, segment), ADMIN)], json)
+
+
+@log.command("drop")
+def drop(
+    segment: Segment,
+    archive: Annotated[Path, typer.Option(help="The archive that holds it whole; its hashes are checked first.")],
+    data: DataOption = _DATA,
+    json: JsonOption = False,
+) -> None:
+    """Delete a sealed segment that is archived and verified. Its task ids stay refused.
+
+    Example: polar log drop s1 --archive /backup/s1
+    """
+    _tell([with_bus(data, lambda bus: life.drop(bus, segment, archive), ADMIN)], json)
+
+
+@log.command("export")
+def export_(
+    directory: Directory,
+    segment: Annotated[str, typer.Option(help="By default the first one.")] = "s1",
+    traces: Annotated[bool, typer.Option(help="Traces too; a replay makes them again.")] = True,
+    data: DataOption = _DATA,
+    json: JsonOption = False,
+) -> None:
+    """Write a segment to compressed files with hashes. Started again, it adds what is new.
+
+    Example: polar log export /backup/s1
+    """
+    bar = _Bar(json)
+
+    async def work(bus: Bus) -> Manifest:
+        return await export(bus, directory, segment, traces=traces, on_progress=bar)
+
+    with bar.progress:
+        manifest = with_bus(data, work)
+    _tell_archive(manifest, [], json)
+
+
+@log.command("import")
+def import_(directory: Directory, data: DataOption = _DATA, json: JsonOption = False) -> None:
+    """Bring an archive onto this log, which must not hold that segment yet. Interrupted, it can be started again.
+
+    Example: polar log import /backup/s1
+    """
+    bar = _Bar(json)
+
+    async def work(bus: Bus) -> Manifest:
+        return await load_archive(bus, directory, Topology(), bar)
+
+    with bar.progress:
+        manifest = with_bus(data, work, ADMIN)
+    _tell_archive(manifest, [], json)
+
+
+@log.command("check")
+def check(
+    directory: Directory,
+    verify: Annotated[bool, typer.Option(help="Audit its content too, as `polar verify` does.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Check an archive's files against its manifest; no server is needed. Exit code 1 if anything is wrong.
+
+    Example: polar log check /backup/s1 --verify
+    """
+    manifest, wrong = check_archive(directory)
+    _tell_archive(manifest, wrong, json)
+    if wrong:
+        raise PolarError(f"{len(wrong)} files are wrong")
+    if verify:
+        import asyncio
+
+        tell(asyncio.run(audit(ArchiveSource(directory), Options(settled=True))), json)
+
+
+def _tell_archive(manifest: Manifest, wrong: list[str], json: bool) -> None:
+    rows = [
+        [name, len(s.files), s.messages, sum(f.bytes for f in s.files), s.last] for name, s in manifest.streams.items()
+    ]
+    if json:
+        streams = [dict(zip(("stream", "files", "messages", "bytes", "last"), r, strict=True)) for r in rows]
+        emit({"segment": manifest.segment, "complete": manifest.complete, "streams": streams, "wrong": wrong})
+        return
+    table(f"segment {manifest.segment}", ["stream", "files", "messages", "bytes", "last"], rows)
+    for line in wrong:
+        console.print(line, markup=False)
+
+
+@log.command("permissions")
+def permissions(
+    work_class: Annotated[list[str] | None, typer.Option(help="A class of work; by default local and docker.")] = None,
+    segment: Annotated[list[str] | None, typer.Option(help="A live segment; by default s1.")] = None,
+    variable: Annotated[str, typer.Option(help="Prefix of the variables that hold passwords.")] = "POLAR_NATS_",
+) -> None:
+    """Print the accounts and users of a NATS configuration, with passwords as environment variables.
+
+    Example: polar log permissions > compose/nats/users.conf
+    """
+    topology = Topology(work_classes=tuple(work_class or ("local", "docker")), segment=(segment or ["s1"])[-1])
+    made = users(topology, tuple(segment or ()))
+    console.out(authorization(made, lambda user: f"${variable}{user.upper()}"), end="", highlight=False)
