@@ -148,8 +148,9 @@ async def test_metadata_addresses_arent_called(edge: Edge, bus: Bus) -> None:
     assert (event.ok, event.status, event.tries) == (False, 0, 1)
 
 
-async def test_a_callback_cut_off_by_a_crash_is_made_again(edge: Edge, bus: Bus) -> None:
-    """The process dies after the receiver has heard it and before the acknowledgement: the key tells the repeat."""
+@pytest.mark.parametrize("dies", ["before it is recorded", "before it is acknowledged"])
+async def test_a_callback_cut_off_by_a_crash_is_made_again_unless_recorded(edge: Edge, bus: Bus, dies: str) -> None:
+    """The process dies after the receiver has heard it: unrecorded, it is made again, and the key tells the repeat."""
     async with receiving(http("200 OK")) as receiver:
         made = await run_one(edge, bus, receiver.url)
         settings = IngestSettings()
@@ -159,18 +160,31 @@ async def test_a_callback_cut_off_by_a_crash_is_made_again(edge: Edge, bus: Bus)
             stop = asyncio.Event()
             cut = Callbacks(bus, Specs(bus), settings, client)
 
+            async def killed(*_: object) -> None:
+                raise RuntimeError("killed")
+
+            if dies == "before it is recorded":
+                cut._record = killed  # type: ignore[method-assign]
+
             async def dying(lease: Lease) -> None:
                 await cut.handle(lease)
-                raise RuntimeError("killed")
+                await killed()
 
             running = spawn(Worker(bus, SPEC, dying, slots=1).run(stop), name="dying")
             await until(lambda: receiver.heard)
             stop.set()
             await running
         async with delivering(bus):
-            await until(lambda: len(receiver.heard) >= 2)
+            await until(lambda: len(receiver.heard) >= 2 or dies == "before it is acknowledged")
+
+            async def settled() -> bool:
+                told = await bus.js.consumer_info(SPEC.stream, SPEC.durable)
+                return told.num_ack_pending == 0 and told.num_pending == 0
+
+            await until(settled)
             await asyncio.sleep(0.3)
     assert {h["idempotency-key"] for h, _ in receiver.heard} == {f"{made}.closed"}
+    assert len(receiver.heard) == (2 if dies == "before it is recorded" else 1)
     info = await bus.js.consumer_info(SPEC.stream, SPEC.durable)
     assert (info.num_ack_pending, info.num_pending) == (0, 0)
 
