@@ -22,6 +22,7 @@ from polar_render.messages import Message, Part, Text, Thinking, ToolCall
 from polar_render.records import Blob, Echo, Ids, Written, column, head_ref, refer
 
 from .context.nodes import Node, SessionIndex
+from .context.own_ids import own_ids
 from .context.prompt import Plan
 from .context.restore import answer_of, mint
 from .engines.base import Capabilities
@@ -187,7 +188,7 @@ def _node(
         closed=sample.closed, link=written.link, request_hash=request.raw_hash, created=minted.created, usage=usage,
         sampled_from=len(written.link.context) - len(sample.ids), stop_sequence=sample.stop_sequence,
         agent=request.hints.agent, parent_agent=request.hints.parent_agent, parent=parent, additions=plan.additions,
-        choice=facts.choice, parallel_of=facts.parallel_of,
+        choice=facts.choice, parallel_of=facts.parallel_of, own_ids=own_ids(sample.parts, parts),
     )  # fmt: skip
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
-from plain_renderer import PlainRenderer, ids
+from plain_renderer import PlainParser, PlainRenderer, ids
 from talking import Talk, result, said, user
 
 from polar_common.events import CompletionCaptured
 from polar_proxy.context.nodes import SessionIndex
 from polar_proxy.context.restore import apply
 from polar_proxy.dialects.base import Hints
+from polar_render.base import Answer, Head
 from polar_render.messages import Message, Text, Thinking, ToolCall
 
 SYSTEM = Message("system", (Text("rules"),))
@@ -322,3 +326,58 @@ def test_other_conversations_are_roots(answer: str, asked: Message) -> None:
     talk.call(user("q"), answer=answer)
     talk.call(asked)
     assert talk.events[-1][1].chain_class == "root" and talk.events[-1][1].spawned_by == ""
+
+
+class Naming(PlainRenderer):
+    """A model that names its calls, and a template that prints the names."""
+
+    def render(self, messages: Sequence[Message], head: Head, *, prefill: bool = False) -> list[int]:
+        named = [f"[{m.call_id}]" if m.role == "tool" else "".join(f"[{c.id}]" for c in m.tool_calls) for m in messages]
+        return super().render([*map(_prefixed, messages, named)], head, prefill=prefill)
+
+    def parser(self, head: Head, *, prefill: str = "") -> PlainParser:
+        return NamingParser()
+
+    def parse(self, sampled: Sequence[int], head: Head, *, prefill: str = "") -> Answer:
+        parser = NamingParser()
+        parser.feed(sampled)
+        return parser.answer()
+
+
+class NamingParser(PlainParser):
+    def answer(self) -> Answer:
+        found = super().answer()
+        calls = [p for p in found.parts if isinstance(p, ToolCall)]
+        parts = (replace(p, id=f"f.{p.name}:{calls.index(p)}") if isinstance(p, ToolCall) else p for p in found.parts)
+        return replace(found, parts=tuple(parts))
+
+
+def _prefixed(message: Message, name: str) -> Message:
+    return replace(message, parts=(Text(name), *message.parts)) if name else message
+
+
+def test_templates_that_print_ids_get_the_models_own_back() -> None:
+    talk = Talk(Naming())
+    one = talk.call(user("q"), answer="!look()!find()|")
+    first, second = (c.id for c in one.answer.tool_calls)
+    assert first.startswith("call_") and one.own_ids == ((first, "f.look:0"), (second, "f.find:1"))
+    two = talk.call(user("q"), one.answer, result(first, "a"), result(second, "b"))
+    assert two.parent is one and talk.last is not None
+    assert talk.last.prompt.tolist()[-len(ids("t:[f.look:0]a|t:[f.find:1]b|a:")) :] == ids(
+        "t:[f.look:0]a|t:[f.find:1]b|a:"
+    )
+    # Another instance reads them from the log; and a full rendering shows them too.
+    read = SessionIndex()
+    apply(read, talk.events, talk.blobs, talk.renderer)
+    assert read.own_ids == talk.index.own_ids
+    talk.call(user("else"), one.answer, result(first, "a"))
+    assert "a:[f.look:0][f.find:1]!look()!find()|t:[f.look:0]a|" in talk.renderer.decode(talk.last.prompt.tolist())
+
+
+def test_a_harness_that_echoes_other_ids_has_them_replaced_by_place() -> None:
+    talk = Talk(Naming())
+    one = talk.call(user("q"), answer="!look()|")
+    theirs = said(ToolCall("x1", "look", ""))
+    two = talk.call(user("q"), theirs, result("x1", "a"))
+    assert two.parent is one and talk.last is not None
+    assert talk.renderer.decode(talk.last.prompt.tolist()).endswith("t:[f.look:0]a|a:")

@@ -51,6 +51,8 @@ class Node:
     stop_sequence: str | None = None
     agent: str = ""
     parent_agent: str = ""
+    own_ids: tuple[tuple[str, str], ...] = ()
+    """(minted id, the model's own) of its calls, where the model names them."""
     parent: Node | None = None
     additions: tuple[str, ...] = ()
     delivery: Delivery = "pending"
@@ -112,6 +114,8 @@ class SessionIndex:
     heads: dict[bytes, str] = field(default_factory=dict)
     """Head key → the completion whose event holds its body."""
     agents: set[str] = field(default_factory=set)
+    own_ids: dict[str, str] = field(default_factory=dict)
+    """Minted tool-call ids → the model's own."""
     bodies: dict[bytes, Head] = field(default_factory=dict)
     """Heads by key, each once."""
     synced: int = 0
@@ -131,6 +135,7 @@ class SessionIndex:
         self.aborted.pop(node.request_hash, None)
         if node.parent is not None:
             node.parent.extended = True
+        self.own_ids.update(node.own_ids)
         if node.agent:
             self.agents.add(node.agent)
 

@@ -19,6 +19,7 @@ from .agents import attributed
 from .hollow import match_without_hollow
 from .match import Keys, Match, chain_class, find, keys_of, nearest
 from .nodes import Node, SessionIndex
+from .own_ids import given_back
 
 __all__ = ["Plan", "head_of", "plan", "plan_native"]
 
@@ -72,16 +73,18 @@ def plan(index: SessionIndex, request: ChatRequest, renderer: Renderer, head: He
     header: tuple[str, ...] = ("stripped_header",) if request.billing else ()
     if match is not None:
         request, _ = attributed(index, request, match.node, "continued")
-        continued, refused = _continued(match, request, renderer, head, keys, header, keep)
+        shown = given_back(index, match, request.messages)
+        continued, refused = _continued(match, request, shown, renderer, head, keys, header, keep)
         if continued is not None:
             return continued
         chain: ChainClass = refused
     else:
         chain = chain_class(index, request, keys, edited_thinking=edited)
     request, by = attributed(index, request, match.node if match else None, chain)
-    ids = renderer.render(request.messages, head, prefill=request.prefill)
+    shown = given_back(index, match, request.messages)
+    ids = renderer.render(shown, head, prefill=request.prefill)
     base, shared = _relative(index, keys, match, request.messages)
-    tokens = len(ids) - len(renderer.render(request.messages[:-1], head)) if request.prefill else 0
+    tokens = len(ids) - len(renderer.render(shown[:-1], head)) if request.prefill else 0
     return Plan(
         request, head, keys, _ids(ids), chain=chain, additions=(*header, *_control(renderer, request.messages)),
         base=base, shared=shared,
@@ -102,7 +105,7 @@ def plan_native(
     request, by = attributed(index, request, match.node if match else None, "native")
     base, shared = _relative(index, keys, match, request.messages)
     try:
-        ids = renderer.render(request.messages, head, prefill=request.prefill)
+        ids = renderer.render(given_back(index, match, request.messages), head, prefill=request.prefill)
     except RenderError:
         if ids_in:
             raise
@@ -116,10 +119,11 @@ def plan_native(
 
 
 def _continued(
-    match: Match, request: ChatRequest, renderer: Renderer, head: Head, keys: Keys, header: tuple[str, ...], keep: bool
-) -> tuple[Plan | None, ChainClass]:
+    match: Match, request: ChatRequest, messages: Sequence[Message], renderer: Renderer, head: Head, keys: Keys,
+    header: tuple[str, ...], keep: bool,
+) -> tuple[Plan | None, ChainClass]:  # fmt: skip
+    """`messages`: the request's, as the model is to see them."""
     node, at = match.node, match.position
-    messages = request.messages
     dropped_thinking = _dropped_thinking(node, messages)
     if dropped_thinking and not keep:
         return None, "thinking"

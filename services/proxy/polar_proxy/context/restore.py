@@ -17,6 +17,7 @@ from polar_render.messages import Message, Part, ToolCall, text_of
 from polar_render.records import Echo, Ids, Link, ResolvedCompletion
 
 from .nodes import Node, SessionIndex
+from .own_ids import own_ids
 
 __all__ = ["answer_of", "apply", "mint"]
 
@@ -142,7 +143,7 @@ def _node(
     if event.finish == "stop_string":
         parts, stop = cut_stop(parts, event.sampling.stop)
     minted = Minted(event.completion, int(event.started))
-    parts = mint(parts, minted)
+    sampled, parts = parts, mint(parts, minted)
     size = shared + len(own)
     if prefill:
         answer, position = with_prefill(own[-1], Message("assistant", parts)), size - 1
@@ -177,6 +178,7 @@ def _node(
         stop_sequence=stop,
         agent=event.agent,
         parent_agent=event.parent_agent,
+        own_ids=own_ids(sampled, parts),
         parent=parent,
         additions=event.additions,
         choice=event.choice,
