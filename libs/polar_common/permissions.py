@@ -40,8 +40,8 @@ _READS: dict[str, tuple[str, ...]] = {
 _WRITES_BLOBS = ("ingest", "gateway", "proxy", "reconstructor", "evaluator", TOOLS)
 # Consumers that are as many as there are trainers and engine replicas are made by those who read them.
 _MAKES = {"trainer": ("traces",), "proxy": ("events",)}
-# Dead letters are named by the consumer that gave up; the scheduler has no durable one.
-_BURIES = {"ingest": ("scheduler",)}
+# Dead letters are named by the consumer that gave up; the scheduler and the projector follow without a durable one.
+_BURIES = {"ingest": ("scheduler",), "analytics": ("analytics",)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,10 +181,12 @@ def ledger(
 def _fold(states: dict[str, SessionState], stored: Stored) -> None:
     name = stored.subject.split(".")[4]
     try:
-        states.setdefault(name, SessionState(name)).apply(stored.event, stored.sequence, stored.time)
+        event = stored.event
     except Poison:
         # `polar verify` and `polar dlq` tell of it.
         return
+    if event.subject() == stored.subject:
+        states.setdefault(name, SessionState(name)).apply(event, stored.sequence, stored.time)
 
 
 def _attempts(state: SessionState) -> list[dict[str, Any]]:

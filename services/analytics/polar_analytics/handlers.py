@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge
 
 from polar_common.bus import Bus, Stored, follow
 from polar_common.bus.poison import bury
+from polar_common.errors import FromTheFuture
 from polar_common.tasks import cancel_and_wait, spawn
 
 from .domain import rows_of
@@ -89,6 +90,10 @@ class Projector:
             return
         rows, poison = rows_of((self._stream, stored) for stored in batch)
         for stream, stored, error in poison:
+            if isinstance(error, FromTheFuture):
+                # No dead letter: an upgraded projector reads it when the tables are made anew.
+                _log.error("a newer version wrote this; upgrade analytics", subject=stored.subject, error=str(error))
+                continue
             await bury(self._bus, "analytics", stream, stored, error)
         await self._store.insert(rows)
         self.position = batch[-1].sequence

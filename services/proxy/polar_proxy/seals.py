@@ -49,6 +49,9 @@ class Seals:
         stream = events_stream(self._segment)
         async for stored in follow(self._bus, stream, [pattern], on_caught_up=self._now, on_alive=self._heard):
             _, _, _, _, session, attempt, _ = stored.subject.split(".")
+            if not attempt.isdecimal():
+                # The subject decides, whatever the body says; and no key names such an attempt.
+                continue
             self._sealed[session, int(attempt)] = stored.time.timestamp()
             if len(self._sealed) % _PRUNE == 0:
                 self._prune()

@@ -13,8 +13,9 @@ import time
 import structlog
 
 from polar_common import subjects
-from polar_common.bus import Bus, Lease, Worker, follow
-from polar_common.errors import EngineDown
+from polar_common.bus import Bus, Lease, Stored, Worker, follow
+from polar_common.bus.poison import bury
+from polar_common.errors import BusError, EngineDown, FromTheFuture, Poison
 from polar_common.events import PolicyActivated, PolicyPublished
 from polar_common.topology import ConsumerSpec, events_stream
 
@@ -56,11 +57,25 @@ class Weights:
             p.replace("*", self._segment, 1) for p in (subjects.ANY_POLICY_PUBLISHED, subjects.ANY_POLICY_ACTIVATED)
         ]
         async for stored in follow(self._bus, events_stream(self._segment), patterns):
-            event = stored.event
+            try:
+                event = stored.event
+            except FromTheFuture as error:
+                _log.error("a newer version wrote this; upgrade the proxy", subject=stored.subject, error=str(error))
+                continue
+            except Poison as error:
+                await self._bury(stored, error)
+                continue
             if isinstance(event, PolicyPublished):
                 self._published[event.version] = event
             elif isinstance(event, PolicyActivated):
                 self._activated(event)
+
+    async def _bury(self, stored: Stored, error: Poison) -> None:
+        try:
+            await bury(self._bus, "proxy", events_stream(self._segment), stored, error)
+        except BusError as failure:
+            # It is read again at the next start.
+            _log.warning("burying failed", subject=stored.subject, error=repr(failure))
 
     def _activated(self, event: PolicyActivated) -> None:
         for replica in self._pool.replicas:

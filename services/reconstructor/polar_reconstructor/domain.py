@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from polar_common.bus import Stored
-from polar_common.errors import TraceError
+from polar_common.errors import Poison, TraceError
 from polar_common.events import (
     SessionArtifacts,
     SessionCancelled,
@@ -88,7 +88,7 @@ def _decide(session: str, stored: Sequence[Stored]) -> tuple[Selection | None, d
         if tokens[3] != "session" or tokens[6] not in _READ:
             continue
         event = message.event
-        attempt = attempts.setdefault(int(tokens[5]), _Attempt())
+        attempt = attempts.setdefault(_number(tokens, message), _Attempt())
         match event:
             case SessionInitialized():
                 attempt.initialized = event
@@ -107,6 +107,13 @@ def _decide(session: str, stored: Sequence[Stored]) -> tuple[Selection | None, d
     return None, attempts
 
 
+def _number(tokens: Sequence[str], message: Stored) -> int:
+    """The attempt in a subject. Raises Poison where there is none."""
+    if not tokens[5].isdecimal():
+        raise Poison(f"{message.subject} names no attempt")
+    return int(tokens[5])
+
+
 def _ended(session: str, event: SessionFailed | SessionCancelled, why: str, message: Stored) -> Selection:
     return Selection(session, event.run, event.task, event.last_attempt, message.sequence, nothing=why)
 
@@ -123,7 +130,7 @@ def _cut(attempt: _Attempt) -> str:
 def _sort(message: Stored, found: Selection) -> None:
     """polar.events.<seg>.completion.<sid>.<attempt>.<completion>.<event>"""
     tokens = message.subject.split(".")
-    attempt, name, event = int(tokens[5]), tokens[6], tokens[7]
+    attempt, name, event = _number(tokens, message), tokens[6], tokens[7]
     if event == "undelivered":
         found.undelivered.append(name)
     elif event in ("captured", "aborted"):

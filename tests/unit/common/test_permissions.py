@@ -56,6 +56,12 @@ def test_a_consumer_is_read_and_acknowledged_by_its_owner_alone() -> None:
         assert may_publish(spec.owner, f"polar.dlq.{spec.durable}.{spec.stream}.7")
 
 
+def test_followers_may_bury_what_they_cannot_read() -> None:
+    assert may_publish("ingest", "polar.dlq.scheduler.POLAR_EVENTS_s1.3")
+    assert may_publish("analytics", "polar.dlq.analytics.POLAR_TRACES.3")
+    assert not may_publish("gateway", "polar.dlq.analytics.POLAR_TRACES.3")
+
+
 def test_trainers_and_proxies_make_consumers_of_their_own() -> None:
     for name, stream, durable in (("trainer", "POLAR_TRACES", "trainer-t"), ("proxy", "POLAR_EVENTS_s1", "proxy-e0")):
         for subject in (
