@@ -147,7 +147,7 @@ def find_house(data: Path | None = None, user: str = TOOLS) -> Endpoint:
     settings = _ClientSettings()
     token = settings.token.get_secret_value()
     house = House(data or settings.data)
-    if settings.url and data is None:
+    if (settings.url or settings.nats) and data is None:
         return Endpoint(
             settings.url.rstrip("/"),
             settings.analytics_url.rstrip("/"),
