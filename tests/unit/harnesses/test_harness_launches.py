@@ -204,3 +204,11 @@ def test_toolchains_are_named_by_their_content(tmp_path: Path) -> None:
     (place / "polar.json").write_text("{}")
     assert toolchain.ensure(pi, tmp_path) == place
     assert [(m.source, m.target) for m in toolchain.mounts(place)] == [(place, "/polar/harness")]
+
+
+def test_qwen_code_samples_anew_where_a_stream_broke() -> None:
+    """Else it would keep half an answer and ask for the other half, and its history be one that nobody sampled."""
+    made = launch("qwen_code")
+    settings = json.loads(next(text for path, text in made.files.items() if path.endswith(".qwen/settings.json")))
+    told = settings["model"]["generationConfig"]
+    assert {500, 502, 503} <= set(told["retryErrorCodes"]) and told["retryInitialDelayMs"] <= 1000
