@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from polar_common.bus import Bus, Lease, Worker, follow, scan
 from polar_common.connection import with_user
 from polar_common.errors import ConfigError, Unavailable
 from polar_common.events import SessionAccepted, SessionQueued
-from polar_common.nats_server import NatsServer
+from polar_common.nats_server import NatsServer, TlsFiles
 from polar_common.ownership import OWNERS
 from polar_common.permissions import ADMIN, SERVICES, SYSTEM, TOOLS, USERS, authorization, users
 from polar_common.task_spec import HarnessSpec, TaskSpec
@@ -160,3 +161,43 @@ async def test_a_wrong_password_or_no_user_is_refused_by_name(guarded: NatsServe
         with pytest.raises(ConfigError) as caught:
             await Bus.connect(url, "test", wait_s=1)
         assert "guess" not in str(caught.value)
+
+
+def certificates(directory: Path) -> dict[str, Path]:
+    """An authority of our own and certificates by it for a server on loopback and for a client."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca")
+    (directory / "names").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+            "-out", f"{name}.pem", "-extfile", "names",
+        )  # fmt: skip
+    return {n: directory / n for n in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")}
+
+
+async def test_tls_with_certificates_of_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = certificates(tmp_path)
+    tls = TlsFiles(cert=made["server.pem"], key=made["server.key"], ca=made["ca.pem"])
+    server = start_nats(tmp_path, sync="2m", tls=tls, authorization=authorization(users(Topology()), PASSWORDS))
+    url = with_user(server.url.replace("nats://", "tls://"), "ingest", PASSWORDS["ingest"])
+    with pytest.raises(Unavailable):
+        await Bus.connect(url, "test", wait_s=2)
+    monkeypatch.setenv("POLAR_NATS_TLS_CA", str(made["ca.pem"]))
+    with pytest.raises((Unavailable, ConfigError)):
+        await Bus.connect(url, "test", wait_s=2)
+    monkeypatch.setenv("POLAR_NATS_TLS_CERT", str(made["client.pem"]))
+    monkeypatch.setenv("POLAR_NATS_TLS_KEY", str(made["client.key"]))
+    bus = await Bus.connect(url, "test", wait_s=5)
+    await bus.nc.flush()
+    assert bus.nc._transport is not None
+    await bus.close()
+    monkeypatch.setenv("POLAR_NATS_TLS_CERT", str(tmp_path / "nowhere.pem"))
+    with pytest.raises(ConfigError, match="certificate"):
+        await Bus.connect(url, "test", wait_s=1)
+    server.stop("kill")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from polar_common.archive import segments as life
 from polar_common.bus import Bus
 from polar_common.catalogue import Catalogue
 from polar_common.errors import PolarError
-from polar_common.permissions import ADMIN, authorization, users
+from polar_common.permissions import ADMIN, USERS, authorization, users
 from polar_common.topology import Topology, events_stream
 from polar_common.verify import Options, audit
 
@@ -190,11 +191,19 @@ def permissions(
     work_class: Annotated[list[str] | None, typer.Option(help="A class of work; by default local and docker.")] = None,
     segment: Annotated[list[str] | None, typer.Option(help="A live segment; by default s1.")] = None,
     variable: Annotated[str, typer.Option(help="Prefix of the variables that hold passwords.")] = "POLAR_NATS_",
+    passwords: Annotated[
+        bool, typer.Option("--passwords", help="Print fresh passwords for these variables instead.")
+    ] = False,
 ) -> None:
     """Print the accounts and users of a NATS configuration, with passwords as environment variables.
 
-    Example: polar log permissions > compose/nats/users.conf
+    Example: polar log permissions > compose/nats/users.conf && polar log permissions --passwords >> compose/.env
     """
+    if passwords:
+        for user in USERS:
+            # A letter first: the server takes a variable that begins with a digit for a number.
+            console.out(f"{variable}{user.upper()}=p{secrets.token_hex(16)}", highlight=False)
+        return
     topology = Topology(work_classes=tuple(work_class or ("local", "docker")), segment=(segment or ["s1"])[-1])
     made = users(topology, tuple(segment or ()))
     console.out(authorization(made, lambda user: f"${variable}{user.upper()}"), end="", highlight=False)
