@@ -80,5 +80,10 @@ test-slurm: $(STAMP)
 	$(call need,slurmctld,slurm-wlm)
 	$(PYTEST) -m slurm
 
+## test-vllm      the proxy on a real vLLM on the CPU, installed into .venv-vllm (3.5 GB)
+test-vllm: $(STAMP)
+	sh tests/vllm_env.sh .venv-vllm $(PYTHON)
+	POLAR_TEST_VLLM=.venv-vllm/bin/python $(PYTEST) -m vllm
+
 clean:
 	rm -rf $(VENV) .polar
