@@ -86,4 +86,4 @@ test-vllm: $(STAMP)
 	POLAR_TEST_VLLM=.venv-vllm/bin/python $(PYTEST) -m vllm
 
 clean:
-	rm -rf $(VENV) .polar
+	rm -rf $(VENV) .venv-vllm .polar
