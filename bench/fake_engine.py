@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
 from typing import Any
 
@@ -67,7 +68,17 @@ class Engine(asyncio.Protocol):
         prompt, low = request["token_ids"], self.options.low
         mixed = (sum(prompt[-64:]) * 31 + len(prompt)) % 997
         count = min(self.options.tokens, request["sampling_params"]["max_tokens"])
+        if self.options.spread:
+            rng = random.Random(mixed * 1_000_003 + len(prompt))
+            return [low + rng.randrange(self.options.spread) for _ in range(count - 1)] + [self.options.end]
         return [low + (mixed + 7 * i) % 300 for i in range(count - 1)] + [self.options.end]
+
+    def _logprobs(self, ids: list[int]) -> list[float]:
+        """The same everywhere, or as different as real ones are: what they cost to store depends on it."""
+        if not self.options.spread:
+            return [-0.7377762198448181] * len(ids)
+        rng = random.Random(str(ids[:8]))
+        return [-rng.expovariate(2.5) for _ in ids]
 
     def _choice(self, ids: list[int], finish: str | None, total: int) -> dict[str, Any]:
         return {
@@ -80,9 +91,9 @@ class Engine(asyncio.Protocol):
             "weight_versions": [{"version": "v0", "start": 0, "end": total}] if finish else None,
             "logprobs": {
                 "content": [
-                    {"token_id": i, "logprob": -0.7377762198448181, "rank": 1,
-                     "top_logprobs": [{"token_id": i, "logprob": -0.7377762198448181, "rank": 1}]}
-                    for i in ids
+                    {"token_id": i, "logprob": p, "rank": 1,
+                     "top_logprobs": [{"token_id": i, "logprob": p, "rank": 1}]}
+                    for i, p in zip(ids, self._logprobs(ids), strict=True)
                 ]
             },
         }  # fmt: skip
@@ -144,6 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ttft-ms", type=float, default=0)
     parser.add_argument("--gap-ms", type=float, default=0)
     parser.add_argument("--low", type=int, default=100, help="smallest id to say; 300 ids above it are used")
+    parser.add_argument("--spread", type=int, default=0, help="ids to draw from, with log-probs that differ")
     parser.add_argument("--end", type=int, default=2, help="end-of-turn id")
     options = parser.parse_args(argv)
     options.ttft, options.gap = options.ttft_ms / 1000, options.gap_ms / 1000

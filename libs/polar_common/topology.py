@@ -14,6 +14,7 @@ from nats.js.api import (
     DiscardPolicy,
     RetentionPolicy,
     StorageType,
+    StoreCompression,
     StreamConfig,
 )
 from nats.js.errors import NotFoundError
@@ -95,6 +96,8 @@ def streams(topology: Topology) -> list[StreamConfig]:
         retention=RetentionPolicy.LIMITS,
         storage=StorageType.FILE,
         discard=DiscardPolicy.NEW,
+        # Events of a session repeat most of their envelope: on disk that costs next to nothing.
+        compression=StoreCompression.S2,
         num_replicas=topology.replicas,
         duplicate_window=DUPLICATE_WINDOW_S,
         allow_direct=True,
@@ -191,7 +194,7 @@ async def apply(js: JetStreamContext, topology: Topology) -> None:
 
 _COMPARED = (
     "retention", "storage", "discard", "num_replicas", "max_bytes", "max_age", "max_msgs_per_subject", "allow_direct",
-    "deny_delete", "deny_purge", "allow_atomic", "subjects",
+    "deny_delete", "deny_purge", "allow_atomic", "subjects", "compression",
 )  # fmt: skip
 
 
