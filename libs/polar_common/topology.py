@@ -209,6 +209,7 @@ async def differences(js: JetStreamContext, topology: Topology) -> list[str]:
             continue
         for key in _COMPARED:
             wanted, got = getattr(want, key), getattr(live, key)
+            got = None if got == StoreCompression.NONE else got
             if (wanted or None) != (got or None) and not (key in ("max_bytes", "max_msgs_per_subject") and got == -1):
                 found.append(f"stream {want.name}: {key} is {got!r}, should be {wanted!r}")
     for spec in consumers(topology):
