@@ -11,15 +11,18 @@ from collections.abc import Callable
 from typing import Literal
 
 import httpx
+import nats.errors
 import typer
+from nats.js.errors import APIError
 
+from polar_common.archive.segments import active
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
 from polar_common.house.layout import Endpoint
 from polar_common.nats_server import find_binary
 from polar_common.settings import cache_dir
-from polar_common.topology import Topology, differences
+from polar_common.topology import DLQ, Topology, differences
 
 from .house import _DATA, DataOption, JsonOption
 from .output import emit, table
@@ -141,10 +144,18 @@ async def _log(found: Endpoint) -> list[Line]:
     except PolarError as error:
         return [("log", "fail", str(error))]
     try:
-        wrong = await differences(bus.js, Topology())
+        segment, _ = await active(bus)
+        wrong = await differences(bus.js, Topology(segment=segment))
+        letters = (await bus.js.stream_info(DLQ)).state.messages
+    except (PolarError, nats.errors.Error, APIError) as error:
+        return [("log", "fail", f"it doesn't answer: {error!r}")]
     finally:
         await bus.close()
-    return [("log", "fail", line) for line in wrong] or [("log", "ok", "streams and consumers are as they should be")]
+    lines: list[Line] = [("log", "fail", line) for line in wrong]
+    lines = lines or [("log", "ok", f"streams and consumers of segment {segment} are as they should be")]
+    if letters:
+        lines.append(("dead letters", "note", f"{letters}: see `polar dlq list`"))
+    return lines
 
 
 def _proxy(found: Endpoint) -> list[Line]:
