@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import runtime_docker
 from runtime_scripted import CLOSING, SUBMIT, Scripted
 
+import runtime_docker
 from polar_gateway.harnesses import registry, toolchain
 from polar_gateway.harnesses.base import Harness, Launch, LaunchContext
 from polar_runtime import ExecResult, Limits, Runtime, RuntimeSpec, make_runtime

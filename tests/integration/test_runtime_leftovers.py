@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import runtime_docker
 from runtime_kit import HEARTBEAT, LIMITS, begun, sh, soon
 
+import runtime_docker
 from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_common.tasks import spawn
 from polar_runtime import RuntimeSpec, make_runtime, procs, reap
