@@ -211,19 +211,24 @@ def _spent(pid: int, port: int, talks: Talks, *, go_on: bool = True) -> float:
 
 
 def latency(home: House, model: Path, count: int) -> list[Result]:
-    """What the proxy adds at one client, and throughput at 32."""
-    talks = Talks(model, count, False, "lat")
-    asyncio.run(drive(home.proxy.port, talks, 1))
-    through, _ = asyncio.run(drive(home.proxy.port, talks, 1))
-    straight = asyncio.run(direct(home.engine.port, count, False))
-    mine, base = (median([a.whole_s for a in answers]) * 1e3 for answers in (through, straight))
-    results = [Result("added_p50_ms", round(mine - base, 4), "ms", round(base, 4), round(mine / base, 3))]
+    """What a proxy adds at one client, and calls per second at 32; the bare proxy's beside."""
+    straight = median([a.whole_s for a in asyncio.run(direct(home.engine.port, count, False))]) * 1e3
+    mine, floor = [], []
+    for number in range(4):
+        talks = Talks(model, count // 4, False, f"lat{number}")
+        asyncio.run(drive(home.proxy.port, talks, 1))
+        floor += asyncio.run(drive(home.bare.port, talks, 1, go_on=False))[0]
+        mine += asyncio.run(drive(home.proxy.port, talks, 1))[0]
+    value, base = (median([a.whole_s for a in answers]) * 1e3 - straight for answers in (mine, floor))
+    note = f"bar 1 ms; the engine alone {straight:.3f} ms"
+    results = [Result("added_p50_ms", round(value, 4), "ms", round(base, 4), round(value / base, 3), note)]
     for stream in (False, True):
         talks = Talks(model, 4 * count, stream, f"rps{int(stream)}")
         asyncio.run(drive(home.proxy.port, talks, 32))
-        _, wall = asyncio.run(drive(home.proxy.port, talks, 32))
+        bare = len(talks.talks) / asyncio.run(drive(home.bare.port, talks, 32, go_on=False))[1]
+        rate = len(talks.talks) / asyncio.run(drive(home.proxy.port, talks, 32))[1]
         name = "rps_32_streamed" if stream else "rps_32"
-        results.append(Result(name, round(len(talks.talks) / wall, 1), "1/s"))
+        results.append(Result(name, round(rate, 1), "1/s", round(bare, 1), round(rate / bare, 3)))
     return results
 
 
