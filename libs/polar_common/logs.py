@@ -7,6 +7,8 @@ import sys
 
 import structlog
 
+from .context import log_trace
+
 __all__ = ["configure"]
 
 
@@ -16,6 +18,7 @@ def configure(service: str, level: str = "info") -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            log_trace,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),

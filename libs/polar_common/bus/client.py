@@ -22,6 +22,7 @@ from nats.js import JetStreamContext
 
 from polar_common import subjects
 from polar_common.connection import connection
+from polar_common.context import with_trace
 from polar_common.errors import BusError, ConfigError, Conflict, NotFound, Stale, Unavailable
 from polar_common.events import Event, SessionEvent, encode
 from polar_common.ids import new_id, segment_of
@@ -177,7 +178,7 @@ class Bus:
                 headers[ELSS] = "0"
             body = encode(self._stamped(event))
             if number < len(events):
-                await self.nc.publish(event.subject(), body, headers=headers)
+                await self.nc.publish(event.subject(), body, headers=with_trace(headers))
                 continue
             headers["Nats-Batch-Commit"] = "1"
             return await self._request(event.subject(), body, headers)
@@ -187,7 +188,7 @@ class Bus:
         return event if event.producer else event.model_copy(update={"producer": self.producer})
 
     async def _request(self, subject: str, body: bytes, headers: dict[str, str]) -> Published:
-        answer = orjson.loads((await self._acks.request(subject, body, headers, _TIMEOUT_S)).data)
+        answer = orjson.loads((await self._acks.request(subject, body, with_trace(headers), _TIMEOUT_S)).data)
         if error := answer.get("error"):
             raise _Refused(int(error.get("err_code") or error.get("code") or 0), str(error.get("description")))
         return Published(int(answer["seq"]), bool(answer.get("duplicate")))

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable
 import nats.errors
 import structlog
 from nats.aio.msg import Msg
+from opentelemetry.context import attach, detach
 
+from polar_common.context import trace_of
 from polar_common.errors import BusError, Unavailable
 from polar_common.tasks import cancel_and_wait, checkpoint, spawn
 from polar_common.topology import ACK_WAIT_S, ConsumerSpec
@@ -36,6 +38,8 @@ class Lease:
         self._ack_wait = ack_wait
         self.stored: Stored = from_delivery(msg)
         self.deliveries = msg.metadata.num_delivered
+        self.trace = trace_of(msg.headers)
+        """The trace context under which the work was published; the handler runs in it."""
         self.lost = asyncio.Event()
         """Set when the lease may have passed to somebody else."""
 
@@ -185,10 +189,13 @@ class Worker:
 
 async def _call(handler: Callable[[Lease], Awaitable[None]], lease: Lease) -> Exception | None:
     """The handler's error as a value: it belongs to the poison policy, not to the task's log line."""
+    token = attach(lease.trace)
     try:
         await handler(lease)
     except Exception as error:
         return error
+    finally:
+        detach(token)
     return None
 
 
