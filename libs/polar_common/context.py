@@ -1,4 +1,4 @@
-"""Trace context (W3C `traceparent`): carried in message headers, shown in logs. Spans are made where an SDK is set up."""
+"""Trace context (W3C `traceparent`) in message headers and logs. Spans are made where an SDK is set up."""
 
 from __future__ import annotations
 
