@@ -70,7 +70,8 @@ class Catalogue:
             if segment == own:
                 break
             subject = f"polar.events.{segment}.task.{segment}-{name}.accepted"
-            # A dropped segment has no stream, which reads as nothing there.
+            if await self.has(segment, "dropped"):
+                continue
             if await leader_get(self._bus.nc, events_stream(segment), subject) is not None:
                 return segment
         dropped = await leader_get(self._bus.nc, CATALOGUE, f"{_PREFIX}.task.{name}")

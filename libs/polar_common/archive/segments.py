@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from nats.js.errors import NotFoundError
-
 from polar_common.bus import Bus, scan
 from polar_common.catalogue import Catalogue
 from polar_common.errors import ConfigError
@@ -49,10 +47,9 @@ async def survey(bus: Bus, segment: str) -> Survey:
     facts = await Catalogue(bus).facts(segment)
     state = next((s for s in ("dropped", "sealed", "rolled") if s in facts), "open")
     found = Survey(segment, state, archived=int(facts.get("archived", {}).get("last", 0)))
-    try:
-        info = await bus.js.stream_info(events_stream(segment))
-    except NotFoundError:
+    if state == "dropped":
         return found
+    info = await bus.js.stream_info(events_stream(segment))
     found.messages, found.bytes, found.last = info.state.messages, info.state.bytes, info.state.last_seq
     closed = ended = 0
     prefix = f"polar.events.{segment}"
