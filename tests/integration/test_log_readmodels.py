@@ -1,0 +1,92 @@
+"""What isn't the log can be made again from it, and from an archive where the log's own server is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from log_kit import lived
+from tests.conftest import start_nats
+
+from polar_analytics.handlers import Projector
+from polar_analytics.schema import TABLES
+from polar_analytics.store import Store
+from polar_common.archive import export, load_archive
+from polar_common.bus import Bus
+from polar_common.events import BuildReconstructed
+from polar_common.ids import FIRST_SEGMENT
+from polar_common.subjects import EVENTS, build_filter, trace_filter
+from polar_common.topology import TRACES, Topology, events_stream
+from polar_reconstructor.replay import Replay
+from polar_reconstructor.rules import BUILT_IN
+
+pytestmark = [pytest.mark.nats, pytest.mark.chdb, pytest.mark.timeout(180)]
+STREAM = events_stream("s1")
+WRITTEN = {"events", "traces", "completions"}
+
+
+async def tables(bus: Bus, path: Path) -> dict[str, list[Any]]:
+    """Every table's rows after projecting the whole log into an empty database."""
+    store = Store(path, max_rows=100_000)
+    await store.open()
+    for stream, subject in ((STREAM, EVENTS), (TRACES, trace_filter())):
+        projector = Projector(bus, store, stream, subject, batch=50, linger_s=0.02)
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(projector.run(stop))
+        await asyncio.wait_for(projector.caught_up.wait(), 60)
+        stop.set()
+        await running
+    found = {}
+    for table in TABLES:
+        rows = (await store.query(f"SELECT * FROM {table.name} FINAL")).rows
+        found[table.name] = sorted(rows, key=repr)
+    await store.close()
+    return found
+
+
+@pytest.fixture
+async def elsewhere(bus: Bus, tmp_path: Path) -> AsyncIterator[Bus]:
+    """Another server, onto which the log was brought by way of an archive."""
+    for number in range(6):
+        await lived(bus, number, attempts=1 + number % 2)
+    await export(bus, tmp_path / "archive", "s1", file_bytes=60_000)
+    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
+        server = start_nats(Path(directory), sync="2m")
+        other = await Bus.connect(server.url, "test/elsewhere")
+        await load_archive(other, tmp_path / "archive", Topology())
+        yield other
+        await other.close()
+        server.stop("kill")
+
+
+async def test_analytics_from_an_archive_equal_those_of_the_log(elsewhere: Bus, bus: Bus, tmp_path: Path) -> None:
+    original = await tables(bus, tmp_path / "a")
+    assert len(original["events"]) > 100 and {t for t, rows in original.items() if rows} >= WRITTEN
+    again = await tables(bus, tmp_path / "b")
+    assert again == original
+    brought = await tables(elsewhere, tmp_path / "c")
+    assert brought == original
+
+
+async def test_a_replay_from_an_archive_gives_the_same_traces(elsewhere: Bus, bus: Bus) -> None:
+    replay = Replay(elsewhere, "again", BUILT_IN["exact"], FIRST_SEGMENT)
+    await replay.run()
+    made = {s.event.session: s.event for s in await elsewhere.read(STREAM, [build_filter("s1", "again")]) if _is(s)}
+    live = {s.event.session: s.event for s in await bus.read(STREAM, [build_filter("s1", "live")]) if _is(s)}
+    assert len(made) == len(live) == 12
+    for session, event in live.items():
+        assert (made[session].excluded, made[session].sampled_tokens) == (event.excluded, event.sampled_tokens)
+    assert await ids(elsewhere, "again") == await ids(bus, "live")
+
+
+def _is(stored: Any) -> bool:
+    return isinstance(stored.event, BuildReconstructed)
+
+
+async def ids(bus: Bus, build: str) -> dict[str, str]:
+    found = await bus.read(TRACES, [f"polar.traces.*.{build}.*.*.*"])
+    return {m.subject.replace(f".{build}.", "."): m.body_hash for m in found if m.subject.rpartition(".")[2].isdigit()}
