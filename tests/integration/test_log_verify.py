@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -16,7 +17,7 @@ from polar_common.blobs import Blobs
 from polar_common.bus import Bus
 from polar_common.bus.poison import bury
 from polar_common.errors import Poison
-from polar_common.events import SessionCompleted, SessionReady, decode, encode
+from polar_common.events import SessionAccepted, SessionCompleted, SessionReady, decode, encode
 from polar_common.packing import pack
 from polar_common.topology import TRACES
 from polar_common.verify import LiveSource, Options, Report, audit
@@ -272,3 +273,27 @@ async def test_large_blobs_in_parts_are_hashed_whole(bus: Bus) -> None:
     await raw(bus, f"polar.blobs.s1.{'0' * 64}", bad)
     report = await verified(bus)
     assert report.counts == {"blob": 1} and ref.sha256 not in str(report.findings)
+
+
+async def test_a_producers_clock_that_jumps_changes_nothing(bus: Bus) -> None:
+    """Order and durations come from the log: what producers believe of the time is kept, and decides nothing."""
+    events = accepted(0)
+    await bus.batch(events)
+    for index in range(2):
+        script = attempt(Script(task=events[0].task, index=index), 1)
+        script.events = [
+            (n, e.model_copy(update={"time": datetime(1970 + 65 * (n % 3), 1, 1, tzinfo=UTC)}))
+            for n, e in script.events
+        ]
+        await script.publish(bus)
+        stored = await bus.last(subjects.session(script.session, 1, "artifacts"))
+        assert stored is not None
+        await Reconstructor(bus, "live", BUILT_IN["exact"]).on_ended(stored)
+        for event in end(script, 1):
+            await bus.once(event)
+    closed = closing(events[0].task, [e.session for e in events[1:] if isinstance(e, SessionAccepted)])
+    await bus.once(closed)
+    await Reconstructor(bus, "live", BUILT_IN["exact"]).project(closed)
+    report = await verified(bus, settled=False)
+    assert report.ok and report.findings == [], report.findings
+    assert report.totals["trained"] == 6
