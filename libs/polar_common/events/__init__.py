@@ -22,6 +22,7 @@ from .completion_captured import (
     CompletionCaptured,
     EngineFacts,
     HeadRef,
+    ImageRef,
     MessagesRef,
     PromptRef,
     SamplingUsed,
@@ -54,7 +55,7 @@ from .trainer_demanded import TrainerDemanded
 __all__ = [
     "EVENT_TYPES", "BuildFailed", "BuildReconstructed", "CallbackDelivered", "CompletionAborted", "CompletionCaptured",
     "CompletionRejected", "CompletionUndelivered", "ConsumedTrace", "EngineFacts", "EvaluationEvaluated", "Event",
-    "GroupClosed", "GroupMember", "HeadRef", "MessagesRef", "Outcome", "PolicyActivated", "PolicyPublished",
+    "GroupClosed", "GroupMember", "HeadRef", "ImageRef", "MessagesRef", "Outcome", "PolicyActivated", "PolicyPublished",
     "PromptRef", "SamplingUsed", "SessionAccepted", "SessionArtifacts", "SessionCancelRequested", "SessionCancelled",
     "SessionClaimed", "SessionCompleted", "SessionEvent", "SessionExited", "SessionFailed", "SessionInitialized",
     "SessionLost", "SessionQueued", "SessionReady", "SessionRunning", "SessionSealed", "TaskAccepted",

@@ -70,6 +70,25 @@ class VersionSpan(_Part):
     start: Annotated[int, Field(ge=0)]
 
 
+class ImageRef(_Part):
+    """A picture in the prompt: part `part` of message `message` of the harness's request.
+
+    `blob` holds the picture's bytes, its media type is theirs; None where the harness gave an address alone, which is
+    then `url` (nobody here fetches it, so what the engine saw under it isn't known). `span` is where the picture stands
+    in the prompt, as (start, ids), after expansion; `grid` the engine's patch grid; both None where they aren't known.
+    """
+
+    message: Annotated[int, Field(ge=0)]
+    part: Annotated[int, Field(ge=0)]
+    blob: BlobRef | None = None
+    url: str = ""
+    processor: str = ""
+    """The model's image processor, and the hash of its configuration."""
+    processor_hash: str = ""
+    span: tuple[int, int] | None = None
+    grid: tuple[int, int, int] | None = None
+
+
 class SamplingUsed(_Part):
     """Every field as sent to the engine; nothing is left to an engine's default."""
 
@@ -159,6 +178,13 @@ class CompletionCaptured(SessionEvent):
     """Of a sub-agent: the agent that started it, `main` where that has no name."""
     spawned_by: str = ""
     """A sub-agent's first call: the completion whose tool call started it, where that is known."""
+    images: tuple[ImageRef, ...] = ()
+    """The pictures of the whole request that the engine was shown, in the order of the prompt."""
+    tool_choice: str = ""
+    """What the harness demanded where that isn't `auto`: `none`, `required`, or one of them and names
+    (`required:write,read`)."""
+    tool_choice_by: Literal["", "tools_hidden", "engine", "dropped"] = ""
+    """How it was kept: the tools weren't shown, the engine's grammar forced it (`constrained`), or not at all."""
     dropped: tuple[str, ...] = ()
     """JSON paths of what the harness sent and the engine couldn't be told."""
     billing: tuple[str, ...] = ()
