@@ -129,6 +129,9 @@ class RuntimeStats:
     peak_rss: int = 0
     cpu_s: float = 0.0
     peak_procs: int = 0
+    peers: tuple[str, ...] = ()
+    """`host:port` of whom commands run with `proxy` were seen connected to beside the proxy; always empty where the
+    network is closed, and perhaps incomplete where it is open."""
 
 
 class Runtime(ABC):

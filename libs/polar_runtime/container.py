@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,15 +287,17 @@ class Container:
             max(self._stats.peak_rss, sampler.peak_rss),
             max(self._stats.cpu_s, self._cpu_before + sampler.cpu_s),
             max(self._stats.peak_procs, sampler.peak_procs),
+            tuple(sorted({*self._stats.peers, *(sampler.peers.seen if sampler.peers else ())})),
         )
         self._measure()
 
     def _measure(self) -> None:
         if self.group is not None:
-            self._stats = RuntimeStats(
-                max(self._stats.peak_rss, self.group.peak_memory()),
-                max(self._stats.cpu_s, self._cpu_before + self.group.cpu_s()),
-                max(self._stats.peak_procs, self.group.peak_pids()),
+            self._stats = replace(
+                self._stats,
+                peak_rss=max(self._stats.peak_rss, self.group.peak_memory()),
+                cpu_s=max(self._stats.cpu_s, self._cpu_before + self.group.cpu_s()),
+                peak_procs=max(self._stats.peak_procs, self.group.peak_pids()),
             )
 
     def stats(self) -> RuntimeStats:

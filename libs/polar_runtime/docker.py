@@ -36,6 +36,7 @@ from polar_runtime.container import HOME, Container
 from polar_runtime.couriered import CourieredRuntime
 from polar_runtime.docker_api import daemon
 from polar_runtime.output import Output
+from polar_runtime.peers import Peers
 from polar_runtime.portable import PortablePython, portable_python
 from polar_runtime.sampler import Sampler
 
@@ -110,7 +111,8 @@ class DockerRuntime(CourieredRuntime):
         began = time.monotonic()
         exec_id = await self._container.prepare(line, self._environment(env), stdin=stdin is not None)
         before = self._container.events()
-        sampler = Sampler(self._container, self.spec.limits, self._container.group, self._container.disk)
+        peers = Peers() if proxy and self.spec.network == "host" else None
+        sampler = Sampler(self._container, self.spec.limits, self._container.group, self._container.disk, peers)
         watch = spawn(sampler.run(), name="sampler")
         stream = spawn(self._daemon.attach(exec_id, stdin, output.feed), name="exec")
         try:

@@ -14,9 +14,10 @@ import contextlib
 import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_common.tasks import cancel_and_wait, spawn
@@ -38,6 +39,7 @@ from polar_runtime.gitstore import Change, Node
 from polar_runtime.handle import ProcessHandle
 from polar_runtime.hostfiles import HostFiles
 from polar_runtime.output import Output
+from polar_runtime.peers import Peers
 from polar_runtime.process import Ended, Process
 from polar_runtime.sampler import Sampler, disk_usage
 from polar_runtime.status import SandboxStatus
@@ -180,7 +182,7 @@ class HostDirRuntime(Runtime):
             status.close_write()
             handle = ProcessHandle(started.pid, self._relay_command()[0], self._isolated)
             places = [self._places.work, self._places.home, self._places.tmp]
-            sampler = Sampler(handle, limits, self._group, lambda: disk_usage(places))
+            sampler = Sampler(handle, limits, self._group, lambda: disk_usage(places), self._peers(proxy))
             ended = await self._attend(started, handle, sampler, stdin, timeout)
             if self._isolated and self._was_not_set_up(status, ended.code, output.tail):
                 raise RuntimeUnavailable(f"{self.isolation}: {output.tail.strip()[-500:]}")
@@ -212,7 +214,14 @@ class HostDirRuntime(Runtime):
             max(self._stats.peak_rss, group.peak_memory() if group else sampler.peak_rss),
             (group.cpu_s() if group else 0.0) or self._stats.cpu_s + sampler.cpu_s,
             max(self._stats.peak_procs, sampler.peak_procs, group.peak_pids() if group else 0),
+            tuple(sorted({*self._stats.peers, *(sampler.peers.seen if sampler.peers else ())})),
         )
+
+    def _peers(self, proxy: bool) -> Peers | None:
+        if not proxy or (self._isolated and self.spec.network != "host"):
+            return None
+        url = urlsplit(self.spec.proxy_url)
+        return Peers(frozenset({f"{url.hostname}:{url.port}"} if url.hostname else ()))
 
     def _relay(self, argv: list[str], cwd: str, proxy: bool) -> list[str]:
         limits = self.spec.limits
@@ -308,10 +317,10 @@ class HostDirRuntime(Runtime):
     def _clear(self) -> None:
         if self._group is not None:
             self._group.kill()
-            self._stats = RuntimeStats(
-                max(self._stats.peak_rss, self._group.peak_memory()),
-                max(self._stats.cpu_s, self._group.cpu_s()),
-                self._stats.peak_procs,
+            self._stats = replace(
+                self._stats,
+                peak_rss=max(self._stats.peak_rss, self._group.peak_memory()),
+                cpu_s=max(self._stats.cpu_s, self._group.cpu_s()),
             )
             self._group.remove()
         elif not self._isolated:

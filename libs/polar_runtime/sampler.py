@@ -13,10 +13,11 @@ from typing import Protocol
 from polar_runtime import procs
 from polar_runtime.base import Limits, Resource
 from polar_runtime.cgroup import Cgroup
+from polar_runtime.peers import Peers
 
 __all__ = ["Sampler", "Watched", "disk_usage"]
 
-_FIRST_S, _SLOWEST_S = 0.1, 2.0
+_FIRST_S, _OFTEN_S, _SLOWEST_S = 0.1, 0.25, 2.0
 _WORTH_A_LOOK = 1 << 20
 _DISK_EVERY = 20.0  # a look at the disk may take this fraction of the time at most
 
@@ -33,11 +34,17 @@ class Watched(Protocol):
 
 class Sampler:
     """`run` until cancelled. With a control group only the peaks and the disk are left to watch; `disk` tells how many
-    bytes are used."""
+    bytes are used. `peers` are looked at where the network is open."""
 
     def __init__(
-        self, watched: Watched, limits: Limits, group: Cgroup | None, disk: Callable[[], Awaitable[int]]
+        self,
+        watched: Watched,
+        limits: Limits,
+        group: Cgroup | None,
+        disk: Callable[[], Awaitable[int]],
+        peers: Peers | None = None,
     ) -> None:
+        self.peers = peers
         self.peak_rss = 0
         self.cpu_s = 0.0
         self.peak_procs = 0
@@ -50,12 +57,15 @@ class Sampler:
         self._written = 0
 
     async def run(self) -> None:
-        """Sample, first often, then ever less often down to every two seconds; every 0.25 s without a control group."""
-        pause = _FIRST_S
+        """Sample, first often, then ever less often down to every two seconds; every 0.25 s without a control group or
+        where connections are to be seen."""
+        pause, slowest = _FIRST_S, _SLOWEST_S if self._group and self.peers is None else _OFTEN_S
         while not self.exhausted:
             await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _SLOWEST_S if self._group else 0.25)
+            pause = min(pause * 1.5, slowest)
             pids = self._look()
+            if self.peers is not None:
+                self.peers.look(pids)
             if not self.exhausted and time.monotonic() >= self._disk_due and self._has_written(pids):
                 await self._look_at_disk()
         await self._watched.kill()

@@ -32,6 +32,10 @@ class SessionExited(SessionEvent):
     run_s: float = 0.0
     peak_rss_mb: float = 0.0
     cpu_s: float = 0.0
+    peers: tuple[str, ...] = ()
+    """`host:port` of whom the harness was seen connected to beside the proxy, where its network isn't closed."""
+    bypass: tuple[str, ...] = ()
+    """Those of `peers` that are models: calls that Polar didn't record may have gone there."""
 
     def subject(self) -> str:
         return subjects.session(self.session, self.attempt, "exited")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import httpx
 import orjson
@@ -211,6 +212,7 @@ class _Starter:
                 "gateway",
                 POLAR_GATEWAY_PROXY_URL=f"http://127.0.0.1:{self._ports['proxy']}",
                 POLAR_GATEWAY_PROXY_SOCKET=socket_path,
+                POLAR_GATEWAY_ENGINES=orjson.dumps([urlsplit(engine_url).netloc]).decode(),
                 POLAR_GATEWAY_CLASSES=orjson.dumps(options.work_classes).decode(),
                 POLAR_GATEWAY_SLOTS=str(options.gateway_slots),
                 # A session that waits in READY spends its own time: few, where a slot is held for minutes.

@@ -198,11 +198,15 @@ class Attempt:
             postrun_s=time.monotonic() - began,
             teardown_s=teardown_s,
         )
-        await self._ledger.publish(self._exited(ending, stats), artifacts)
+        bypass = await self._house.models.among(stats.peers)
+        if bypass:
+            metrics.bypasses.inc()
+            _log.warning("bypassed the proxy", attempt=self.label, models=bypass)
+        await self._ledger.publish(self._exited(ending, stats, bypass), artifacts)
         metrics.stage_s.labels("postrun").observe(time.monotonic() - began)
         metrics.attempts.labels(ending.fault, ending.cause).inc()
 
-    def _exited(self, ending: Ending, stats: RuntimeStats) -> SessionExited:
+    def _exited(self, ending: Ending, stats: RuntimeStats, bypass: tuple[str, ...]) -> SessionExited:
         return SessionExited(
             **about(self._queued),
             exit_code=ending.exit_code,
@@ -215,6 +219,8 @@ class Attempt:
             run_s=ending.run_s,
             peak_rss_mb=stats.peak_rss / (1 << 20),
             cpu_s=stats.cpu_s,
+            peers=stats.peers,
+            bypass=bypass,
         )
 
     async def _collected(self, ending: Ending) -> tuple[Artifacts, Ending]:

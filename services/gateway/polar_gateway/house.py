@@ -15,6 +15,7 @@ from polar_runtime import Runtime, RuntimeSpec, make_runtime
 from .clock import LogClock
 from .harnesses import registry, toolchain
 from .harnesses.base import Harness
+from .models import ModelHosts
 from .pools import Pools
 from .settings import GatewaySettings
 
@@ -32,6 +33,7 @@ class House:
     blobs: Blobs
     clock: LogClock
     pools: Pools
+    models: ModelHosts
     gateway: str
     """This instance's name in `claimed`."""
     make_runtime: Callable[[RuntimeSpec], Runtime] = make_runtime
@@ -47,4 +49,5 @@ def make_house(settings: GatewaySettings, bus: Bus, gateway: str) -> House:
         settings.gateway_slots,
         settings.gateway_postrun_slots,
     )
-    return House(settings, bus, Blobs(bus, settings.segment), LogClock(), pools, gateway)
+    models = ModelHosts((*settings.gateway_engines, *settings.gateway_model_hosts))
+    return House(settings, bus, Blobs(bus, settings.segment), LogClock(), pools, models, gateway)

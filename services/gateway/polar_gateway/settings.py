@@ -11,6 +11,11 @@ from polar_common.settings import HouseSettings
 
 __all__ = ["GatewaySettings"]
 
+_PROVIDERS = (
+    "api.anthropic.com", "api.openai.com", "api.deepseek.com", "api.groq.com", "api.mistral.ai", "api.together.xyz",
+    "api.x.ai", "chatgpt.com", "dashscope.aliyuncs.com", "generativelanguage.googleapis.com", "openrouter.ai",
+)  # fmt: skip
+
 
 class GatewaySettings(HouseSettings):
     """Sizes are sessions, times seconds, sizes of memory and disk MiB."""
@@ -32,6 +37,11 @@ class GatewaySettings(HouseSettings):
     holds nothing else."""
     gateway_proxy_url: str = ""
     """The proxy's `http://host:port`, for runtimes without a network namespace of their own."""
+    gateway_model_hosts: tuple[str, ...] = _PROVIDERS
+    """`host` or `host:port` of models. Where a harness isn't kept from the network, a connection to one of them, or to
+    one of `gateway_engines`, is recorded as a bypass of the proxy."""
+    gateway_engines: tuple[str, ...] = ()
+    """`host:port` of the engines behind the proxy."""
     gateway_isolation: Literal["auto", "bubblewrap", "none"] = "auto"
     gateway_init_s: Annotated[float, Field(gt=0)] = 600
     """At most this long in INIT, whatever the task allows."""

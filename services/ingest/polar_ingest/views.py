@@ -127,6 +127,8 @@ class AttemptView(_View):
     run_s: float | None = None
     cpu_s: float | None = None
     peak_rss_mb: float | None = None
+    peers: tuple[str, ...] = ()
+    bypass: tuple[str, ...] = ()
     patch: BlobRef | None = None
     log: BlobRef | None = None
     answer: BlobRef | None = None
@@ -265,7 +267,7 @@ def _attempt(attempt: Attempt) -> AttemptView:
     if (exited := attempt.exited) is not None:
         names = (
             "exit_code", "timed_out", "cancelled", "fault", "cause", "detail", "log_tail", "run_s", "cpu_s",
-            "peak_rss_mb",
+            "peak_rss_mb", "peers", "bypass",
         )  # fmt: skip
         found |= {name: getattr(exited, name) for name in names}
     if (artifacts := attempt.artifacts) is not None:
