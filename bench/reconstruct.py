@@ -28,6 +28,7 @@ from polar_common.packing import Column, unpack
 from polar_common.topology import Topology, apply, events_stream
 from polar_reconstructor.build import Built, build_session, prepare
 from polar_reconstructor.domain import select
+from polar_reconstructor.origins import Log
 from polar_reconstructor.pool import Processes
 from polar_reconstructor.publish import outgoing
 from polar_reconstructor.replay import Replay
@@ -172,7 +173,7 @@ async def _replayed(bus: Bus, url: str, processes: int, *, dry: bool) -> float:
         # The processes start before the clock does.
         await asyncio.gather(*(builders.build([]) for _ in range(processes)))
     begun = time.perf_counter()
-    done = await Replay(bus, "bench", EXACT, FIRST_SEGMENT, builders=builders, dry=dry).run()
+    done = await Replay(bus, "bench", EXACT, Log(bus, FIRST_SEGMENT), builders=builders, dry=dry).run()
     took = time.perf_counter() - begun
     if builders is not None:
         builders.close()

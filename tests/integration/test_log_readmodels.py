@@ -21,6 +21,7 @@ from polar_common.events import BuildReconstructed
 from polar_common.ids import FIRST_SEGMENT
 from polar_common.subjects import EVENTS, build_filter, trace_filter
 from polar_common.topology import TRACES, Topology, events_stream
+from polar_reconstructor.origins import Log
 from polar_reconstructor.replay import Replay
 from polar_reconstructor.rules import BUILT_IN
 
@@ -73,7 +74,7 @@ async def test_analytics_from_an_archive_equal_those_of_the_log(elsewhere: Bus, 
 
 
 async def test_a_replay_from_an_archive_gives_the_same_traces(elsewhere: Bus, bus: Bus) -> None:
-    replay = Replay(elsewhere, "again", BUILT_IN["exact"], FIRST_SEGMENT)
+    replay = Replay(elsewhere, "again", BUILT_IN["exact"], Log(elsewhere, FIRST_SEGMENT))
     await replay.run()
     made = {s.event.session: s.event for s in await elsewhere.read(STREAM, [build_filter("s1", "again")]) if _is(s)}
     live = {s.event.session: s.event for s in await bus.read(STREAM, [build_filter("s1", "live")]) if _is(s)}

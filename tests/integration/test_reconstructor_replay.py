@@ -19,6 +19,7 @@ from polar_common.topology import TRACES
 from polar_common.traces import GroupTraces, Trace
 from polar_reconstructor.builds import diff, read_build, summaries
 from polar_reconstructor.handlers import Reconstructor
+from polar_reconstructor.origins import Log
 from polar_reconstructor.pool import Processes
 from polar_reconstructor.replay import Choice, Replay
 from polar_reconstructor.rules import BUILT_IN, RuleSet
@@ -68,7 +69,7 @@ def trace_ids(messages: dict[str, bytes]) -> dict[str, str]:
 
 
 async def replay(bus: Bus, build: str, rules: RuleSet = BUILT_IN["exact"], **options: Any) -> Replay:
-    made = Replay(bus, build, rules, FIRST_SEGMENT, **options)
+    made = Replay(bus, build, rules, Log(bus, FIRST_SEGMENT), **options)
     await made.run()
     return made
 

@@ -17,6 +17,7 @@ from .format import FileEntry, Manifest, file_hash, read_manifest, records
 __all__ = ["ArchiveSource", "check_archive", "read_archive"]
 
 _KINDS = ("events", "blobs", "traces", "dlq")
+_CACHED_FILES = 2
 
 
 def read_archive(directory: Path, kind: str = "events", *, after: int = 0, check: bool = True) -> Iterator[Stored]:
@@ -88,7 +89,7 @@ class ArchiveSource:
                 self._kinds[stream.name] = stream.kind
         self._index: dict[str, dict[str, tuple[Path, FileEntry]]] = {}
         self._newest = datetime.fromtimestamp(0, UTC)
-        self._cached: tuple[str, dict[str, bytes]] = ("", {})
+        self._cached: dict[Path, dict[str, bytes]] = {}
 
     async def streams(self, kind: str) -> list[str]:
         """Names of the streams of a kind."""
@@ -111,10 +112,13 @@ class ArchiveSource:
         if found is None:
             raise BlobError(f"{subject} is missing from the archive")
         directory, entry = found
-        if self._cached[0] != entry.name:
-            # One file's worth: neighbours in the log are asked for together.
-            self._cached = (entry.name, {s.subject: s.body for s in _read_file(directory, entry, False)})
-        return self._cached[1][subject]
+        path = directory / entry.name
+        if path not in self._cached:
+            # Neighbours in the log are asked for together, and at a border between two files in turns.
+            while len(self._cached) >= _CACHED_FILES:
+                del self._cached[next(iter(self._cached))]
+            self._cached[path] = {s.subject: s.body for s in _read_file(directory, entry, False)}
+        return self._cached[path][subject]
 
     def _indexed(self, stream: str) -> dict[str, tuple[Path, FileEntry]]:
         directory = self._where[stream]

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from polar_common import __version__
 from polar_common.errors import ConfigError, PolarError
+from polar_common.logs import configure
 
 from .output import console, fail
 
@@ -73,6 +74,8 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pre
 @app.callback()
 def polar(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     """Agentic reinforcement learning on any agent harness, on an immutable event log."""
+    # Standard output is the command's alone: what is logged on the way would spoil `--json`.
+    configure("cli", "warning")
     if version:
         console.print(__version__)
         raise typer.Exit

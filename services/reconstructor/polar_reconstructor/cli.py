@@ -19,13 +19,13 @@ from polar_common.connection import with_user
 from polar_common.errors import ConfigError
 from polar_common.house import find_house
 from polar_common.settings import HouseSettings, cache_dir
-from polar_common.topology import events_stream
 
 from .builds import BuildSummary, Difference, diff, summaries
 from .export import format_of, write
+from .origins import Archived, Log, Origin
 from .pool import Processes
 from .replay import Choice, Replay, Report
-from .rules import RuleSet, load
+from .rules import load
 from .traces import Read, build_traces, find_traces, find_vocabulary, pieces
 
 __all__ = ["build", "export", "replay", "trace"]
@@ -83,6 +83,9 @@ def replay(
     since: Annotated[str, typer.Option(help="Only sessions accepted from this ISO time on.")] = "",
     until: Annotated[str, typer.Option(help="Only sessions accepted before this ISO time.")] = "",
     session: Annotated[list[str] | None, typer.Option(help="Only this session; may be repeated.")] = None,
+    archive: Annotated[
+        Path | None, typer.Option("--from", help="Read this archive of `polar log export`, not the house's own log.")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0, help="Messages a second at most, beside live traffic.")] = 0.0,
     processes: Annotated[
         int | None, typer.Option(min=0, help="Build in so many processes, 0: in this one; by default as the log needs.")
@@ -98,6 +101,7 @@ def replay(
     Example: polar replay --build merged --rules prefix_merging --run nightly
     """
     rule_set = load(rules)
+    stored = None if archive is None else Archived(archive)
     choice = Choice(run, _time(since, "since"), _time(until, "until"), frozenset(session or ()))
     columns = (TextColumn("replay"), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=json or not console.is_terminal, transient=True) as bar:
@@ -108,10 +112,12 @@ def replay(
             bar.update(shown, total=report.end, completed=report.position, told=told)
 
         async def work(bus: Bus) -> Report:
-            segment = HouseSettings().segment
-            builders = await _builders(bus, _where(data), name, rule_set, segment, processes, dry_run)
+            origin = stored or Log(bus, HouseSettings().segment)
+            count = await _processes(origin) if processes is None else processes
+            url = _where(data)
+            builders = Processes(url, name, rule_set, count, dry=dry_run, archive=archive) if count else None
             try:
-                made = Replay(bus, name, rule_set, segment, choice, builders=builders, dry=dry_run, rate=rate)
+                made = Replay(bus, name, rule_set, origin, choice, builders=builders, dry=dry_run, rate=rate)
                 made.on_progress = progress
                 return await made.run()
             finally:
@@ -126,14 +132,9 @@ def replay(
         warn(f"{report.results['failed']} sessions couldn't be built: `polar build show {name}`")
 
 
-async def _builders(
-    bus: Bus, url: str, name: str, rules: RuleSet, segment: str, processes: int | None, dry: bool
-) -> Processes | None:
-    """Processes, where they were asked for or the log is long enough to be worth starting them."""
-    if processes is None:
-        state = (await bus.js.stream_info(events_stream(segment))).state
-        processes = min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1) if state.messages > _LONG_LOG else 0
-    return Processes(url, name, rules, processes, dry=dry) if processes else None
+async def _processes(origin: Origin) -> int:
+    """So many that it pays to start them: none for a short log."""
+    return min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1) if await origin.last() > _LONG_LOG else 0
 
 
 def _print(title: str, rows: list[dict[str, Any]], json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -28,6 +28,7 @@ from .rules import RuleSet, rule_named
 
 __all__ = ["Reconstructor", "decided"]
 
+ReadBlob = Callable[[BlobRef], Awaitable[bytes]]
 _AT_ONCE = 16
 _log = structlog.get_logger(__name__)
 _sessions = Counter("polar_reconstructor_sessions", "Sessions built", ["result"])
@@ -35,9 +36,14 @@ _seconds = Histogram("polar_reconstructor_build_seconds", "From stored bytes to 
 
 
 class Reconstructor:
-    """One build under one rule set. `dry`: everything is made and checked, nothing published."""
+    """One build under one rule set. `dry`: everything is made and checked, nothing published.
 
-    def __init__(self, bus: Bus, build: str, rules: RuleSet, *, dry: bool = False) -> None:
+    `blob`: how the bodies that completions name are read; by default from the bus's server.
+    """
+
+    def __init__(
+        self, bus: Bus, build: str, rules: RuleSet, *, dry: bool = False, blob: ReadBlob | None = None
+    ) -> None:
         self.bus = bus
         self.dry = dry
         self.build = build
@@ -45,6 +51,7 @@ class Reconstructor:
         self._rule = rule_named(rules.rule)
         self._decode = _decoder(rules)
         self._blobs: dict[str, Blobs] = {}
+        self._read_blob = blob
 
     async def on_ended(self, stored: Stored) -> None:
         """`artifacts`, `failed` or `cancelled`: build the session if that decides it and nobody has yet."""
@@ -101,12 +108,12 @@ class Reconstructor:
 
     async def fetch(self, prepared: Prepared) -> Mapping[str, bytes]:
         """The blobs a build needs. Raises BlobError naming the column that lacks one."""
-        blobs = self.blobs(prepared.selection.session)
+        read = self._read_blob or self.blobs(prepared.selection.session).get
         found: dict[str, bytes] = {}
         wanted = list({w.ref.get("sha256"): w for w in prepared.wanted}.values())
         for start in range(0, len(wanted), _AT_ONCE):
             some = wanted[start : start + _AT_ONCE]
-            found |= dict(await asyncio.gather(*(_get(blobs, wanted) for wanted in some)))
+            found |= dict(await asyncio.gather(*(_get(read, wanted) for wanted in some)))
         return found
 
     def blobs(self, session: str) -> Blobs:
@@ -205,9 +212,9 @@ def _unless_newer(error: Exception) -> None:
         raise error
 
 
-async def _get(blobs: Blobs, wanted: Wanted) -> tuple[str, bytes]:
+async def _get(read: ReadBlob, wanted: Wanted) -> tuple[str, bytes]:
     try:
         ref = BlobRef.model_validate(wanted.ref)
-        return ref.sha256, await blobs.get(ref)
+        return ref.sha256, await read(ref)
     except (BlobError, ValueError) as error:
         raise BlobError(f"{wanted.place}: {error}") from error

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime
+from pathlib import Path
 from typing import Protocol
 
 from polar_common.bus import Bus, Stored
 from polar_common.errors import Unavailable
 
 from .handlers import Reconstructor
+from .origins import Archived
 from .rules import RuleSet
 
 __all__ = ["Builders", "Here", "Job", "Processes"]
@@ -58,15 +60,20 @@ class Here:
 
 
 class Processes:
-    """`count` processes, spawned so that no connection is shared. `url` may name user and password."""
+    """`count` processes, spawned so that no connection is shared. `url` may name user and password.
 
-    def __init__(self, url: str, build: str, rules: RuleSet, count: int, *, dry: bool = False) -> None:
+    `archive`: where blobs are read, if not on the server.
+    """
+
+    def __init__(
+        self, url: str, build: str, rules: RuleSet, count: int, *, dry: bool = False, archive: Path | None = None
+    ) -> None:
         self.at_once = 2 * count
         self._pool = ProcessPoolExecutor(
             count,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_connect,
-            initargs=(url, build, rules.model_dump_json(), dry),
+            initargs=(url, build, rules.model_dump_json(), dry, archive),
         )
 
     async def build(self, batch: Sequence[Job]) -> list[str]:
@@ -83,17 +90,19 @@ class Processes:
 class _Process:
     """What a worker process keeps between batches."""
 
-    def __init__(self, url: str, build: str, rules: str, dry: bool) -> None:
+    def __init__(self, url: str, build: str, rules: str, dry: bool, archive: Path | None) -> None:
         self.loop = asyncio.new_event_loop()
         bus = self.loop.run_until_complete(Bus.connect(url, "replay"))
-        self.here = Here(Reconstructor(bus, build, RuleSet.model_validate_json(rules), dry=dry))
+        # Whoever started the processes has checked it.
+        blob = None if archive is None else Archived(archive, check=False).blob
+        self.here = Here(Reconstructor(bus, build, RuleSet.model_validate_json(rules), dry=dry, blob=blob))
 
 
 _processes: list[_Process] = []
 
 
-def _connect(url: str, build: str, rules: str, dry: bool) -> None:
-    _processes.append(_Process(url, build, rules, dry))
+def _connect(url: str, build: str, rules: str, dry: bool, archive: Path | None) -> None:
+    _processes.append(_Process(url, build, rules, dry, archive))
 
 
 def _build(jobs: Sequence[tuple[str, Sequence[Message]]]) -> list[str]:

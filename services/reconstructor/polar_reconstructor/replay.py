@@ -1,4 +1,4 @@
-"""Replay: one sequential pass over the log makes a new build under any rules, closed groups included.
+"""Replay: one sequential pass over the log or an archive makes a new build under any rules, closed groups included.
 
 Messages are gathered per session until one decides it; then the session is built and published while the pass goes on.
 What a replay publishes depends on the log and the rules alone, so it can be broken off and started again, and under the
@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from polar_common import subjects
-from polar_common.bus import Bus, Stored, scan
+from nats.js.errors import NotFoundError
+
+from polar_common.bus import Bus, Stored
 from polar_common.errors import ConfigError
 from polar_common.events import GroupClosed, SessionAccepted
 from polar_common.tasks import cancel_and_wait, spawn
@@ -22,6 +23,7 @@ from polar_common.topology import events_stream
 
 from .builds import read_build
 from .handlers import Reconstructor, decided
+from .origins import Origin
 from .pool import Builders, Here, Job
 from .rules import RuleSet
 
@@ -73,8 +75,8 @@ class Report:
 class Replay:
     """One replay. `rate`: messages a second at most, so that live traffic keeps its server; 0: unbounded.
 
-    `builders`: where sessions are built; by default here. `dry`: nothing is published (builders of your own have to be
-    told, too).
+    `origin`: what is read; what is made goes to the bus's server in any case. `builders`: where sessions are built; by
+    default here. `dry`: nothing is published. Builders of your own have to be told both.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Replay:
         bus: Bus,
         build: str,
         rules: RuleSet,
-        segment: str,
+        origin: Origin,
         choice: Choice | None = None,
         *,
         builders: Builders | None = None,
@@ -91,9 +93,10 @@ class Replay:
     ) -> None:
         self.report = Report(build, rules.hash)
         self._bus = bus
-        self._maker = Reconstructor(bus, build, rules, dry=dry)
+        self._origin = origin
+        self._maker = Reconstructor(bus, build, rules, dry=dry, blob=origin.blob)
         self._builders = builders or Here(self._maker)
-        self._segment = segment
+        self._segment = origin.segment
         self._choice = choice or Choice()
         self._rate = rate
         self.on_progress: Callable[[Report], None] | None = None
@@ -108,13 +111,16 @@ class Replay:
         self._closings: list[GroupClosed] = []
 
     async def run(self) -> Report:
-        """Go through the log as it is now. Raises ConfigError if the build exists under other rules, Unavailable."""
-        stream = events_stream(self._segment)
+        """Go through what is there now.
+
+        Raises ConfigError if the build exists under other rules or has no place, Unavailable, BlobError for damage.
+        """
+        await self._place()
         await self._resume()
-        self.report.end = int((await self._bus.js.stream_info(stream)).state.last_seq)
+        self.report.end = await self._origin.last()
         begun = asyncio.get_running_loop().time()
         try:
-            async for stored in scan(self._bus, stream, self._filters(), until=self.report.end):
+            async for stored in self._origin.messages(self._choice.sessions, self.report.end):
                 await self._take(stored)
                 if self.report.messages % 512 == 0:
                     await self._pace(begun)
@@ -130,6 +136,19 @@ class Replay:
             self.on_progress(self.report)
         return self.report
 
+    async def _place(self) -> None:
+        """Raises ConfigError where what is made couldn't be published."""
+        try:
+            config = (await self._bus.js.stream_info(events_stream(self._segment))).config
+        except NotFoundError:
+            what = (
+                f"this log has no segment {self._segment}: replay its archive onto a house that has, such as a new one"
+            )
+            raise ConfigError(what, "segment") from None
+        if config.sealed:
+            what = f"segment {self._segment} is sealed: replay its archive onto another house (`--from`)"
+            raise ConfigError(what, "segment")
+
     async def _resume(self) -> None:
         """What an earlier try finished is skipped."""
         for session, fact in (await read_build(self._bus, self._segment, self._maker.build)).items():
@@ -139,14 +158,6 @@ class Replay:
                 )
             self._skipped.add(session)
             self.report.results["there"] += 1
-
-    def _filters(self) -> list[str]:
-        if not self._choice.sessions:
-            return [subjects.ANY_SESSION, subjects.ANY_COMPLETION, subjects.ANY_GROUP_CLOSED]
-        found = []
-        for session in sorted(self._choice.sessions):
-            found += [subjects.session_filter(session), subjects.completion_filter(session)]
-        return found
 
     async def _pace(self, begun: float) -> None:
         if self.on_progress is not None:
