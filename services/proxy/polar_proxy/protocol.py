@@ -1,6 +1,7 @@
 """HTTP connections with bounds that uvicorn doesn't have: the size of a request's head, and the time it may take.
 
-A request costs the proxy nothing until its head is complete; one that trickles in is cut off.
+A request costs the proxy nothing until its head is complete; one that trickles in is cut off. What one turn of the
+loop writes leaves in one piece: uvicorn alone sends the head of an answer by itself, a system call and a packet more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,32 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 __all__ = ["BoundedProtocol"]
 
 _FIRST_S = 75.0
+
+
+class _Corked:
+    """A transport whose writes of one turn of the loop are joined."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._waiting: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(data)
+
+    def _flush(self) -> None:
+        if self._waiting:
+            data, self._waiting = b"".join(self._waiting), []
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -35,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Corked(transport, self.loop))  # type: ignore[arg-type]
         self._timer = self.loop.call_later(_FIRST_S, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
