@@ -222,7 +222,7 @@ def test_bad_messages_are_named(messages: Any, path: str) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"system": 5}, "system"),
-        ({"system": [{"type": "image", "source": {"type": "url", "url": "u"}}]}, "system[0].type"),
+        ({"system": [{"type": "image", "source": {"type": "url", "url": "https://example.org/u"}}]}, "system[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
         ({"tool_choice": "auto"}, "tool_choice"),

@@ -90,7 +90,7 @@ def test_images_are_images_everywhere(role: str) -> None:
     assert request.messages[0].parts == (
         Image(mime="image/png", data="aGk=", detail="low"),
         Image(url="https://example.org/x.png"),
-        Image(url="data:image/svg+xml,plain"),
+        Image(mime="image/svg+xml", data="cGxhaW4="),
     )
 
 

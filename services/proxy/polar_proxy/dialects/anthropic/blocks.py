@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polar_proxy.dialects import fields as f
 from polar_proxy.dialects.arguments import from_object
+from polar_proxy.dialects.pictures import inline, located
 from polar_render.messages import Image, Message, Part, Role, Text, Thinking, ToolCall
 
 __all__ = ["Blocks"]
@@ -118,9 +119,9 @@ class Blocks:
     def _image(self, block: f.Obj, path: str) -> Image:
         source, where, kind = self._source(block, path)
         if kind == "base64":
-            return Image(mime=f.text(source, "media_type", where), data=f.text(source, "data", where))
+            return inline(f.text(source, "media_type", where), f.text(source, "data", where), f"{where}.data")
         if kind == "url":
-            return Image(url=f.text(source, "url", where))
+            return located(f.text(source, "url", where), f"{where}.url")
         raise f.bad(f"{where}.type", f"images come as base64 or url, not {kind!r}; there is no file store")
 
     def _document(self, block: f.Obj, path: str) -> Text:

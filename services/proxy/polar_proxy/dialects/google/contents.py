@@ -12,6 +12,7 @@ import binascii
 from polar_proxy.dialects import fields as f
 from polar_proxy.dialects.arguments import from_object
 from polar_proxy.dialects.base import completion_of
+from polar_proxy.dialects.pictures import inline, located
 from polar_render.messages import Image, Message, Part, Role, Text, Thinking, ToolCall
 
 __all__ = ["Contents", "camel"]
@@ -133,8 +134,8 @@ class Contents:
         if mime and not mime.startswith("image/"):
             raise f.bad(f"{path}.mimeType", f"this model takes images, not {mime!r}")
         if path.endswith("inlineData"):
-            return Image(mime=mime, data=f.text(media, "data", path))
-        return Image(mime=mime, url=f.text(media, "fileUri", path))
+            return inline(mime, f.text(media, "data", path), f"{path}.data")
+        return located(f.text(media, "fileUri", path), f"{path}.fileUri", mime=mime)
 
     def _call(self, call: f.Obj, path: str, place: str) -> ToolCall:
         self._seen.extra(call, f.keys("id name args"), "contents[*].parts[*].functionCall")

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from polar_proxy.dialects import fields as f
 from polar_proxy.dialects.base import ChatRequest, Sampling
 from polar_proxy.dialects.hints import hints_from
-from polar_render.messages import Image, Message, Part, Role, Text, Thinking, ToolCall, ToolSpec
+from polar_proxy.dialects.pictures import located
+from polar_render.messages import Message, Part, Role, Text, Thinking, ToolCall, ToolSpec
 
-__all__ = ["HONOURED", "NOT_FORWARDED", "image_part", "json_schema_format", "parse"]
+__all__ = ["HONOURED", "NOT_FORWARDED", "json_schema_format", "parse"]
 
 # What a request may say and the engine or the proxy acts on.
 HONOURED = f.keys(
@@ -50,14 +51,6 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def image_part(url: str, detail: str = "") -> Image:
-    """A picture from a URL; `data:` URLs are taken apart."""
-    head, comma, data = url.partition(",")
-    if comma and head.startswith("data:") and head.endswith(";base64"):
-        return Image(mime=head[5:-7].partition(";")[0], data=data, detail=detail)
-    return Image(url=url, detail=detail)
-
-
 def _part(part: f.Obj, path: str, seen: f.Seen) -> Part:
     kind = f.text(part, "type", path)
     seen.extra(part, _PART, "messages[*].content[*]")
@@ -66,14 +59,13 @@ def _part(part: f.Obj, path: str, seen: f.Seen) -> Part:
     if kind == "refusal":
         return Text(f.text(part, "refusal", path))
     if kind == "image_url":
-        source = part.get("image_url")
+        source, where = part.get("image_url"), f"{path}.image_url"
         if type(source) is str:
-            return image_part(source)
-        where = f"{path}.image_url"
+            return located(source, where)
         picture = f.table(part, "image_url", path)
         if picture is None:
             raise f.bad(where, "is required")
-        return image_part(f.text(picture, "url", where), f.text_or_none(picture, "detail", where) or "")
+        return located(f.text(picture, "url", where), f"{where}.url", f.text_or_none(picture, "detail", where) or "")
     raise f.bad(f"{path}.type", f"unknown content part type {kind!r}; this model takes text and image_url")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from polar_proxy.dialects import fields as f
 from polar_proxy.dialects.base import completion_of
-from polar_proxy.dialects.openai_chat.request import image_part
 from polar_proxy.dialects.openai_responses.tools import tool_specs
+from polar_proxy.dialects.pictures import located
 from polar_render.messages import Message, Part, Role, Text, Thinking, ToolCall, ToolSpec
 
 __all__ = ["Items"]
@@ -118,7 +118,7 @@ class Items:
             url = f.text_or_none(part, "image_url", path)
             if not url:
                 raise f.bad(f"{path}.image_url", "is required; there is no file store")
-            return image_part(url, f.text_or_none(part, "detail", path) or "")
+            return located(url, f"{path}.image_url", f.text_or_none(part, "detail", path) or "")
         raise f.bad(f"{path}.type", f"unknown content part type {kind!r}; this model takes text and images")
 
     def _call(self, item: f.Obj, path: str, *, custom: bool) -> None:
