@@ -8,7 +8,8 @@ PolarError
 │   ├── NotFound           the subject, stream or blob isn't there
 │   ├── Conflict           one natural key, two bodies
 │   └── Poison             a message that can never be handled
-│       └── FromTheFuture  written by a newer schema version: parked, not dead-lettered
+│       ├── FromTheFuture  written by a newer schema version: parked, not dead-lettered
+│       └── Misplaced      a well-formed event on a subject that isn't its own
 ├── BlobError              a body whose hash doesn't match, or a part is missing
 ├── RuntimeFault           sandbox, container, process
 │   ├── RuntimeUnavailable daemon down, image missing                                          (retryable)
@@ -30,8 +31,8 @@ from __future__ import annotations
 
 __all__ = [
     "BlobError", "BusError", "CommandFailed", "ConfigError", "Conflict", "EngineBusy", "EngineDown", "EngineError",
-    "EngineOverflow", "EngineRefused", "EvaluationError", "FromTheFuture", "HarnessError", "NotFound", "Poison",
-    "PolarError", "RenderError", "RequestError", "ResourceExhausted", "RuntimeFault",
+    "EngineOverflow", "EngineRefused", "EvaluationError", "FromTheFuture", "HarnessError", "Misplaced", "NotFound",
+    "Poison", "PolarError", "RenderError", "RequestError", "ResourceExhausted", "RuntimeFault",
     "RuntimeUnavailable", "Stale", "TraceError", "Unavailable",
 ]  # fmt: skip
 
@@ -78,6 +79,10 @@ class Poison(BusError):
 
 class FromTheFuture(Poison):
     """A message with a newer `schema_version` than this code knows."""
+
+
+class Misplaced(Poison):
+    """A well-formed event on a subject that isn't its own: whoever may write there, this isn't theirs to say."""
 
 
 class BlobError(PolarError):

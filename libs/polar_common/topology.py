@@ -156,7 +156,7 @@ def trainer_consumer(trainer: str, run: str | None, build: str | None, lease_s: 
 
 
 def consumers(topology: Topology) -> list[ConsumerSpec]:
-    """All durable consumers but the trainers' own."""
+    """All durable consumers but those of trainers and engine replicas. Who only folds the log follows without one."""
     events = events_stream(topology.segment)
     ended = (subjects.ANY_ARTIFACTS, subjects.ANY_FAILED, subjects.ANY_CANCELLED)
     lease = topology.lease_s
@@ -166,8 +166,6 @@ def consumers(topology: Topology) -> list[ConsumerSpec]:
         ConsumerSpec("reconstructor-closed", events, (subjects.ANY_GROUP_CLOSED,), "reconstructor", lease),
         ConsumerSpec("evaluator", events, (subjects.ANY_ARTIFACTS,), "evaluator", lease),
         ConsumerSpec("callbacks", events, (subjects.ANY_GROUP_CLOSED,), "ingest", lease),
-        ConsumerSpec("analytics-events", events, (subjects.EVENTS,), "analytics", lease),
-        ConsumerSpec("analytics-traces", TRACES, (subjects.trace_filter(),), "analytics", lease),
     ]
 
 

@@ -13,7 +13,7 @@ import orjson
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from polar_common.errors import BusError, Unavailable
+from polar_common.errors import BusError, ConfigError, Misplaced, Unavailable
 from polar_common.events import Event, decode
 
 __all__ = ["TIME", "Stored", "direct_get", "leader_get", "parse_time"]
@@ -25,7 +25,8 @@ _TOO_MANY = 1024
 
 
 class Stored:
-    """A message of the log. `event` decodes its body when asked, raising Poison or FromTheFuture."""
+    """A message of the log. `event` decodes its body when asked, raising Poison or FromTheFuture; permissions go by
+    subjects, so an event that lies on another's subject is Misplaced and never believed."""
 
     __slots__ = ("_event", "body", "body_hash", "sequence", "subject", "time")
 
@@ -40,11 +41,21 @@ class Stored:
     @property
     def event(self) -> Event:
         if self._event is None:
-            self._event = decode(self.body)
+            self._event = _in_place(decode(self.body), self.subject)
         return self._event
 
     def __repr__(self) -> str:
         return f"Stored({self.sequence}, {self.subject})"
+
+
+def _in_place(event: Event, subject: str) -> Event:
+    try:
+        own = event.subject()
+    except ConfigError as error:
+        own = f"nowhere ({error})"
+    if own != subject:
+        raise Misplaced(f"this {event.kind} belongs to {own}")
+    return event
 
 
 def parse_time(text: str) -> datetime:

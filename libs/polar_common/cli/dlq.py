@@ -185,8 +185,7 @@ def _fold(states: dict[str, SessionState], stored: Stored) -> None:
     except Poison:
         # `polar verify` and `polar dlq` tell of it.
         return
-    if event.subject() == stored.subject:
-        states.setdefault(name, SessionState(name)).apply(event, stored.sequence, stored.time)
+    states.setdefault(name, SessionState(name)).apply(event, stored.sequence, stored.time)
 
 
 def _attempts(state: SessionState) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from polar_common.bus.read import Stored
-from polar_common.errors import ConfigError, FromTheFuture, Poison
+from polar_common.errors import FromTheFuture, Misplaced, Poison
 from polar_common.events import (
     BuildFailed,
     BuildReconstructed,
@@ -105,12 +105,15 @@ class EventRecorder:
         self._facts.add("subjects", natural_key(stored.subject), self._stream, stored.sequence)
         try:
             event = stored.event
+        except Misplaced as error:
+            self._add("misplaced", stored, str(error))
+            return
         except Poison as error:
             newer = isinstance(error, FromTheFuture)
             self._facts.add("unread", self._stream, stored.sequence, stored.subject, str(error)[:300], int(newer))
             return
-        if not self._in_place(event, stored):
-            return
+        if event.schema_version == type(event).VERSION and not _says_what_it_said(event, stored):
+            self._add("body_hash", stored, f"published as {stored.body_hash[:16]!r}, says something else now")
         if b'"sha256"' in stored.body:
             for sha, size in blob_refs(orjson.loads(stored.body)):
                 self._facts.add("blob_refs", sha, size, stored.subject)
@@ -119,19 +122,6 @@ class EventRecorder:
             handler(event, stored)
         elif isinstance(event, SessionEvent) and event.kind.startswith("session."):
             self._session(event, stored)
-
-    def _in_place(self, event: Event, stored: Stored) -> bool:
-        """Whether it lies where it belongs; also whether it says what was hashed."""
-        try:
-            there = event.subject()
-        except ConfigError as error:
-            there = f"nowhere ({error})"
-        if there != stored.subject:
-            self._add("misplaced", stored, f"this {event.kind} belongs to {there}")
-            return False
-        if event.schema_version == type(event).VERSION and not _says_what_it_said(event, stored):
-            self._add("body_hash", stored, f"published as {stored.body_hash[:16]!r}, says something else now")
-        return True
 
     def _add(self, check: str, stored: Stored, detail: str) -> None:
         self._findings.add(Finding(check, stored.subject, detail, stored.sequence))
