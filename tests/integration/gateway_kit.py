@@ -37,7 +37,7 @@ from polar_common.session_state import SessionState, fold
 from polar_common.task_spec import HarnessSpec, TaskSpec
 from polar_common.topology import Topology, consumers, work_consumer
 from polar_gateway.handlers import Gateway
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, skills
 from polar_gateway.house import House, make_house
 from polar_gateway.settings import GatewaySettings
 from polar_runtime import pack_files
@@ -264,3 +264,16 @@ class Broken(Harness):
 
     def launch(self, ctx: LaunchContext) -> Launch:
         raise KeyError("boom")
+
+
+class Skilled(Harness):
+    """Shows the skills it was given."""
+
+    name = "skilled"
+    version = "0"
+    known_args = frozenset({"skills"})
+
+    def launch(self, ctx: LaunchContext) -> Launch:
+        here = f"{ctx.home}/.skilled"
+        line = f"cat {here}/*/SKILL.md {here}/*/more/*"
+        return Launch(("/bin/sh", "-c", line), folders=skills(ctx.args, here))

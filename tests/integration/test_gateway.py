@@ -223,6 +223,30 @@ async def test_a_failed_prepare_step_and_hostile_files(bus: Bus, tmp_path: Path)
     assert "no rule" in first.attempts[1].exited.log_tail  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("folder", ["absent", "empty", "/etc", "../x"])
+async def test_a_skill_that_isnt_there_is_told(bus: Bus, tmp_path: Path, folder: str) -> None:
+    harness = HarnessSpec(name="tests.integration.gateway_kit:Skilled", args={"skills": [folder]})
+    spec = TaskSpec(id="t", instruction="do", harness=harness, files={"empty/README": "x"})
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        state = await kit.over(bus, await kit.release(bus, spec))
+    exited = state.attempts[1].exited
+    assert exited is not None
+    assert (exited.fault, exited.cause) == ("harness", "config"), exited
+    assert "harness.args.skills" in exited.detail and folder in exited.detail
+
+
+async def test_a_skill_is_in_its_place_when_the_harness_starts(bus: Bus, tmp_path: Path) -> None:
+    harness = HarnessSpec(name="tests.integration.gateway_kit:Skilled", args={"skills": ["skills/pdf"]})
+    files = {"skills/pdf/SKILL.md": "read it\n", "skills/pdf/more/a.txt": "a\n"}
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, TaskSpec(id="t", instruction="do", harness=harness, files=files))
+        state = await kit.over(bus, session)
+    artifacts = state.attempts[1].artifacts
+    assert artifacts is not None
+    assert await body(bus, artifacts.answer) == "read it\na\n"
+    assert artifacts.patch is None
+
+
 async def test_a_host_without_a_runtime_is_infrastructure(bus: Bus, tmp_path: Path) -> None:
     def broken(house: House) -> None:
         house.make_runtime = kit.Unavailable

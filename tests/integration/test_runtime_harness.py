@@ -12,6 +12,7 @@ from runtime_scripted import CLOSING, SUBMIT, Scripted
 import runtime_docker
 from polar_gateway.harnesses import registry, toolchain
 from polar_gateway.harnesses.base import Harness, Launch, LaunchContext
+from polar_gateway.preparing import place_files
 from polar_runtime import ExecResult, Limits, Runtime, RuntimeSpec, make_runtime
 
 pytestmark = pytest.mark.harness
@@ -48,7 +49,7 @@ async def run(
     async with make_runtime(spec) as rt:
         launch = harness.launch(context(rt, prompt, args or {}))
         await rt.upload(files or {})
-        await rt.upload({path: content.encode() for path, content in launch.files.items()})
+        await place_files(rt, launch)
         result = await rt.exec(
             launch.argv, env=launch.env, cwd=launch.cwd or None, stdin=launch.stdin, timeout=timeout, proxy=True
         )
@@ -152,6 +153,48 @@ async def test_lm_eval_asks_one_completion_a_question(tmp_path: Path) -> None:
     assert {c.key for c in model.calls} == {KEY}
     results = next(content for name, content in files.items() if "results_" in name)
     assert b'"exact_match,none": 0.25' in results
+
+
+_SKILL = """---
+name: greeting
+description: How to greet a quagga politely
+---
+Bow.
+"""
+# A tool server as the protocol has it on standard input and output, one JSON object a line.
+_SERVER = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    result = {}
+    if asked["method"] == "initialize":
+        result = {"protocolVersion": asked["params"]["protocolVersion"], "capabilities": {"tools": {}},
+                  "serverInfo": {"name": "notes", "version": "1"}}
+    elif asked["method"] == "tools/list":
+        result = {"tools": [{"name": "fetch_note", "description": "A note", "inputSchema": {"type": "object"}}]}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+_WITH_TOOLS = ("claude_code", "codex", "qwen_code", "gemini_cli", "opencode")
+
+
+@pytest.mark.parametrize("name", ["pi", *_WITH_TOOLS])
+@pytest.mark.timeout(900)
+async def test_skills_and_tool_servers_reach_the_model(name: str, tmp_path: Path) -> None:
+    """pi has skills and no tool servers, the others both: what the model is told shows that they were found."""
+    model = Scripted(tmp_path / "proxy" / "proxy.sock")
+    server = await model.serve()
+    args: dict[str, object] = {"skills": ["skills/greeting"]}
+    if name in _WITH_TOOLS:
+        args["mcp_servers"] = {"notes": {"command": "python3", "args": ["server.py"]}}
+    given = {"skills/greeting/SKILL.md": _SKILL.encode(), "server.py": _SERVER.encode()}
+    _, result, _ = await run(registry.find(name), model, tmp_path, args=args, files=given)
+    server.close()
+    assert result.exit_code == 0, result.output_tail
+    told = "".join(str(call.body) for call in model.calls)
+    assert "greet a quagga politely" in told
+    assert ("fetch_note" in told) == (name in _WITH_TOOLS)
 
 
 @pytest.mark.docker

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 import orjson
 
@@ -22,7 +23,7 @@ from .harnesses.base import TOOLCHAIN, Harness, Launch, LaunchContext
 from .house import House
 from .settings import GatewaySettings
 
-__all__ = ["Preparation", "Prepared", "session_key"]
+__all__ = ["Preparation", "Prepared", "place_files", "session_key"]
 
 _START_S = 60.0
 _DAEMON_PAUSE_S = 1.0
@@ -47,6 +48,22 @@ def session_key(settings: GatewaySettings, queued: SessionQueued, deadlines: Dea
         sampling=spec.sampling,
     )
     return sign(key, secret)
+
+
+async def place_files(runtime: Runtime, launch: Launch) -> None:
+    """Put a launch's files and folders in their places. Raises ConfigError for a folder that isn't one."""
+    await runtime.upload({path: text.encode() for path, text in launch.files.items()})
+    for place, folder in launch.folders.items():
+        try:
+            files = await runtime.download([folder])
+        except RuntimeUnavailable:
+            raise
+        except RuntimeFault as error:
+            raise ConfigError(f"{folder}: {error}", "harness.args.skills") from error
+        inside = {str(PurePosixPath(path).relative_to(folder)): content for path, content in files.items()}
+        if "SKILL.md" not in inside:
+            raise ConfigError(f"{folder} holds no SKILL.md", "harness.args.skills")
+        await runtime.upload({f"{place}/{path}": content for path, content in inside.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,7 @@ class Preparation:
         for step in spec.runtime.prepare:
             await runtime.check(["/bin/sh", "-c", step.exec], timeout=step.timeout_s)
         launch = self._launch(harness, runtime, mounts)
-        await runtime.upload({path: text.encode() for path, text in launch.files.items()})
+        await place_files(runtime, launch)
         await runtime.snapshot()
         return Prepared(harness, launch, self._config_hash(launch))
 
@@ -167,7 +184,8 @@ class Preparation:
 
     def _config_hash(self, launch: Launch) -> str:
         """The same for every session of a task: the session's own key is left out."""
-        told = orjson.dumps([launch.argv, sorted(launch.env), dict(launch.files)], option=orjson.OPT_SORT_KEYS)
+        parts = [launch.argv, sorted(launch.env), dict(launch.files), dict(launch.folders)]
+        told = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
         return hashlib.sha256(told.replace(self._key.encode(), b"KEY")).hexdigest()
 
 

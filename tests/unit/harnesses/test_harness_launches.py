@@ -66,7 +66,10 @@ def test_bad_input_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="no argument 'nonsense'"):
         launch(name, args={"nonsense": 1})
     known = registry.find(name).known_args
-    for arg, value in (("options", "not a list"), ("options", [1]), ("mcp_servers", ["x"]), ("mcp_servers", {"a": {}})):
+    for arg, value in (
+        ("options", "not a list"), ("options", [1]), ("mcp_servers", ["x"]), ("mcp_servers", {"a": {}}),
+        ("skills", "not a list"), ("skills", [1]),
+    ):  # fmt: skip
         if arg in known:
             with pytest.raises(ConfigError, match=arg):
                 launch(name, args={arg: value})
@@ -139,6 +142,33 @@ def test_mcp_servers_reach_each_harness_in_its_own_form() -> None:
     config = launch("opencode", args={"mcp_servers": _MCP}).files["/home/agent/.config/opencode/opencode.json"]
     assert json.loads(config)["mcp"]["files"]["command"] == ["srv", "-x", 'q"uote']
     assert json.loads(config)["mcp"]["web.site"]["type"] == "remote"
+
+
+_SKILLS = {
+    "claude_code": ".claude/skills",
+    "codex": ".codex/skills",
+    "gemini_cli": ".gemini/skills",
+    "opencode": ".config/opencode/skills",
+    "qwen_code": ".qwen/skills",
+}
+
+
+@pytest.mark.parametrize("name", list(_SKILLS))
+def test_skills_are_copied_to_where_each_harness_looks(name: str) -> None:
+    made = launch(name, args={"skills": ["skills/pdf", "/home/agent/more/csv/"]})
+    below = f"/home/agent/{_SKILLS[name]}"
+    assert made.folders == {f"{below}/pdf": "skills/pdf", f"{below}/csv": "/home/agent/more/csv/"}
+    assert launch(name).folders == {}
+    for bad in (["a/pdf", "b/pdf"], [""], ["/"], ["x/.."]):
+        with pytest.raises(ConfigError, match=r"harness\.args\.skills"):
+            launch(name, args={"skills": bad})
+
+
+def test_who_has_neither_tool_servers_nor_skills_says_so() -> None:
+    for name in ("aider", "lm_eval", "mini_swe_agent", "command"):
+        for arg in ("mcp_servers", "skills"):
+            with pytest.raises(ConfigError, match=f"no argument '{arg}'"):
+                launch(name, args={arg: []})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import ClassVar, Literal
 
 from polar_common.errors import ConfigError
@@ -59,7 +60,8 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to execute. `files`: absolute path → text, in the working directory or HOME, written before."""
+    """What to execute. `files`: absolute path → text, in the working directory or HOME, written before; `folders`:
+    directory in HOME → folder of the task's that is copied there."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Launch:
     cwd: str = ""
     """Empty for the working directory."""
     stdin: bytes | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,19 @@ def servers(args: Mapping[str, object]) -> dict[str, dict[str, object]]:
         if not isinstance(server, Mapping) or ("command" in server) == ("url" in server):
             raise ConfigError("needs either `command` or `url`", f"harness.args.mcp_servers.{name}")
         found[str(name)] = {str(k): v for k, v in server.items()}
+    return found
+
+
+def skills(args: Mapping[str, object], directory: str) -> dict[str, str]:
+    """`skills`: folders with a `SKILL.md`, relative to the working directory or absolute in it, HOME or `/tmp`.
+
+    Returns where in `directory` each goes, by its own name → the folder. `ConfigError` for anything else."""
+    found: dict[str, str] = {}
+    for folder in texts(args, "skills"):
+        place = f"{directory}/{PurePosixPath(folder).name}"
+        if PurePosixPath(folder).name in ("", "..") or place in found:
+            raise ConfigError(f"must be folders with names of their own, not {folder!r}", "harness.args.skills")
+        found[place] = folder
     return found
 
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import json
 
-from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe, dump, servers, text, texts
+from polar_gateway.harnesses.base import (
+    Exit,
+    Harness,
+    Launch,
+    LaunchContext,
+    Recipe,
+    dump,
+    servers,
+    skills,
+    text,
+    texts,
+)
 
 __all__ = ["ClaudeCode"]
 
@@ -12,7 +23,8 @@ _BINARY = "node_modules/@anthropic-ai/claude-code-linux-x64/claude"
 
 
 class ClaudeCode(Harness):
-    """Arguments: `mcp_servers`, `append_system_prompt`, `allowed_tools`, `disallowed_tools`, `max_turns`, `options`.
+    """Arguments: `mcp_servers`, `skills`, `append_system_prompt`, `allowed_tools`, `disallowed_tools`, `max_turns`,
+    `options`.
 
     Its Bash tool may be used without asking; as root it would refuse that unless told that it is in a sandbox. An
     unknown model name is accepted. A 401 makes it retry for minutes, so the number of retries is set.
@@ -23,7 +35,7 @@ class ClaudeCode(Harness):
     recipe = Recipe("npm", (f"@anthropic-ai/claude-code@{version}",), probe=_BINARY)
     apis = ("anthropic",)
     known_args = frozenset(
-        {"mcp_servers", "append_system_prompt", "allowed_tools", "disallowed_tools", "max_turns", "options"}
+        {"mcp_servers", "skills", "append_system_prompt", "allowed_tools", "disallowed_tools", "max_turns", "options"}
     )
     session_header = "x-claude-code-session-id"
     subagent_header = "x-claude-code-agent-id"
@@ -45,7 +57,11 @@ class ClaudeCode(Harness):
         if turns := text(ctx.args, "max_turns"):
             argv += ["--max-turns", turns]
         return Launch(
-            (*argv, *texts(ctx.args, "options")), self._environment(ctx), files, stdin=ctx.instruction.encode()
+            (*argv, *texts(ctx.args, "options")),
+            self._environment(ctx),
+            files,
+            stdin=ctx.instruction.encode(),
+            folders=skills(ctx.args, f"{ctx.home}/.claude/skills"),
         )
 
     def _environment(self, ctx: LaunchContext) -> dict[str, str]:

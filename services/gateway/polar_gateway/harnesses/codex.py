@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, servers, texts
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, servers, skills, texts
 
 __all__ = ["Codex"]
 
@@ -13,7 +13,7 @@ _BINARY = "node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl
 
 
 class Codex(Harness):
-    """Arguments: `mcp_servers`, `options`.
+    """Arguments: `mcp_servers`, `skills`, `options`.
 
     A provider of its own is configured, since the built-in one first tries a WebSocket. It keeps finished items of a
     cut stream and executes their tools, so its stream retries aren't disabled but bounded. Plugins and apps are off:
@@ -24,7 +24,7 @@ class Codex(Harness):
     version = "0.171.0"
     recipe = Recipe("npm", (f"@openai/codex@{version}",), probe=_BINARY)
     apis = ("openai-responses",)
-    known_args = frozenset({"mcp_servers", "options"})
+    known_args = frozenset({"mcp_servers", "skills", "options"})
     session_header = "session-id"
     subagent_header = "x-openai-subagent"
 
@@ -33,7 +33,13 @@ class Codex(Harness):
         argv = (f"{ctx.toolchain}/{_BINARY}", "exec", "--skip-git-repo-check", "--json")
         env = {"POLAR_API_KEY": ctx.api_key, "CODEX_HOME": f"{ctx.home}/.codex"}
         files = {f"{ctx.home}/.codex/config.toml": self._config(ctx)}
-        return Launch((*argv, *texts(ctx.args, "options"), "-"), env, files, stdin=ctx.instruction.encode())
+        return Launch(
+            (*argv, *texts(ctx.args, "options"), "-"),
+            env,
+            files,
+            stdin=ctx.instruction.encode(),
+            folders=skills(ctx.args, f"{ctx.home}/.codex/skills"),
+        )
 
     def _config(self, ctx: LaunchContext) -> str:
         sections: dict[str, dict[str, object]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe, dump, servers, texts
+from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe, dump, servers, skills, texts
 
 __all__ = ["GeminiCli"]
 
@@ -11,7 +11,7 @@ _CLI = f"node_modules/{_PACKAGE}/bundle/gemini.js"
 
 
 class GeminiCli(Harness):
-    """Arguments: `mcp_servers`, `options`.
+    """Arguments: `mcp_servers`, `skills`, `options`.
 
     It starts itself again as a child that outlives a signal to the parent, so the whole group is signalled. The folder
     must be trusted, or tool calls are asked about. At a full context it ends with 0 and says nothing.
@@ -21,7 +21,7 @@ class GeminiCli(Harness):
     version = "0.61.0"
     recipe = Recipe("npm", (f"{_PACKAGE}@{version}",), node=(20, 0), probe=_CLI)
     apis = ("google",)
-    known_args = frozenset({"mcp_servers", "options"})
+    known_args = frozenset({"mcp_servers", "skills", "options"})
     stops_group_only = True
 
     def launch(self, ctx: LaunchContext) -> Launch:
@@ -39,6 +39,7 @@ class GeminiCli(Harness):
             {"GEMINI_API_KEY": ctx.api_key, "GOOGLE_GEMINI_BASE_URL": ctx.base_url},
             {f"{ctx.home}/.gemini/settings.json": dump(settings)},
             stdin=ctx.instruction.encode(),
+            folders=skills(ctx.args, f"{ctx.home}/.gemini/skills"),
         )
 
     def classify_exit(self, exit_code: int, output_tail: str) -> Exit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, dump, servers, texts
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, dump, servers, skills, texts
 
 __all__ = ["OpenCode"]
 
@@ -10,7 +10,7 @@ _BINARY = "node_modules/opencode-linux-x64/bin/opencode"
 
 
 class OpenCode(Harness):
-    """Arguments: `mcp_servers`, `options`.
+    """Arguments: `mcp_servers`, `skills`, `options`.
 
     It makes a second call for the session's title, and asks the npm registry once, in vain. Compaction happens only
     where the model's limits are told. An endless loop is its answer to a stream without a finish reason.
@@ -20,7 +20,7 @@ class OpenCode(Harness):
     version = "1.18.33"
     recipe = Recipe("npm", (f"opencode-ai@{version}",), probe=_BINARY)
     apis = ("openai-chat",)
-    known_args = frozenset({"mcp_servers", "options"})
+    known_args = frozenset({"mcp_servers", "skills", "options"})
     session_header = "x-session-id"
     subagent_header = "x-parent-session-id"
 
@@ -53,7 +53,8 @@ class OpenCode(Harness):
         }
         files = {f"{ctx.home}/.config/opencode/opencode.json": dump(config)}
         argv = (f"{ctx.toolchain}/{_BINARY}", "run", *texts(ctx.args, "options"))
-        return Launch(argv, env, files, stdin=ctx.instruction.encode())
+        folders = skills(ctx.args, f"{ctx.home}/.config/opencode/skills")
+        return Launch(argv, env, files, stdin=ctx.instruction.encode(), folders=folders)
 
 
 def _server(server: dict[str, object]) -> dict[str, object]:

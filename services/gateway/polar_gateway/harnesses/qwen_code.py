@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, dump, servers, texts
+from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, dump, servers, skills, texts
 
 __all__ = ["QwenCode"]
 
@@ -11,7 +11,8 @@ _CLI = f"node_modules/{_PACKAGE}/cli.js"
 
 
 class QwenCode(Harness):
-    """Arguments: `mcp_servers`, `options`. Telemetry and updates are off by settings; every tool call is allowed.
+    """Arguments: `mcp_servers`, `skills`, `options`. Telemetry and updates are off by settings; every tool call
+    is allowed.
 
     Without a finish reason in a stream it gives up after five tries; on 429 and 500 it goes on for more than a
     minute, for around the retries that can be set there are seven tries that can't.
@@ -21,7 +22,7 @@ class QwenCode(Harness):
     version = "0.24.4"
     recipe = Recipe("npm", (f"{_PACKAGE}@{version}",), node=(20, 0), probe=_CLI)
     apis = ("openai-chat",)
-    known_args = frozenset({"mcp_servers", "options"})
+    known_args = frozenset({"mcp_servers", "skills", "options"})
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
@@ -56,4 +57,5 @@ class QwenCode(Harness):
             },
             {f"{ctx.home}/.qwen/settings.json": dump(settings)},
             stdin=ctx.instruction.encode(),
+            folders=skills(ctx.args, f"{ctx.home}/.qwen/skills"),
         )
