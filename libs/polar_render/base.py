@@ -29,13 +29,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Names and hashes (sha256 hex) of everything that decides how text becomes ids."""
+    """Names and hashes (sha256 hex) of everything that decides how text becomes ids. Ids are below `vocab_size`."""
 
     model: str
     tokenizer_hash: str
     template_hash: str
     renderer: str
     renderer_version: str
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from .bridge import TemplateRenderer
 from .jinja import compile_template
 from .messages import Json
 from .packaged import PackagedRenderer, known_name
-from .vocabulary import Vocabulary, eos_ids, read_json
+from .vocabulary import Vocabulary, eos_ids, id_bound, read_json
 
 __all__ = ["CHATML_TOOLS", "ModelProfile", "load_renderer", "profile_for"]
 
@@ -150,6 +150,7 @@ def _provenance(profile: ModelProfile, vocabulary: Vocabulary, source: str, rend
         template_hash=hashlib.sha256(source.encode()).hexdigest(),
         renderer=renderer,
         renderer_version=_version("polar-rl" if renderer == "template" else "renderers"),
+        vocab_size=id_bound(profile.directory, vocabulary),
     )
 
 

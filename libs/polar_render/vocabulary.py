@@ -24,7 +24,7 @@ from polar_common.errors import ConfigError, RenderError
 
 from .messages import Json
 
-__all__ = ["TextDecoder", "Vocabulary", "eos_ids", "read_json"]
+__all__ = ["TextDecoder", "Vocabulary", "eos_ids", "id_bound", "read_json"]
 
 _LONG = 512
 """Characters from which a stretch between two added tokens is worth remembering."""
@@ -106,6 +106,19 @@ def eos_ids(directory: Path, vocabulary: Vocabulary) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def id_bound(directory: Path, vocabulary: Vocabulary) -> int:
+    """Every id that the model can be shown or can sample is below this.
+
+    The model's own size where its configuration tells it (rows that pad the embedding count: an engine may sample
+    them), and never less than what the tokenizer knows.
+    """
+    config = read_json(directory / "config.json")
+    nested = config.get("text_config")
+    told = [c.get("vocab_size") for c in (config, nested) if isinstance(c, dict)]
+    sizes = [size for size in told if isinstance(size, int)]
+    return max([vocabulary.size, *sizes])
+
+
 class TextDecoder:
     """Bytes of ids in, text out; holds back a character that isn't complete yet. Invalid bytes become U+FFFD."""
 
@@ -143,7 +156,8 @@ class Vocabulary:
         self._byte_level = "ByteLevel" in kinds
         self._metaspace = bool(kinds & {"Metaspace", "ByteFallback", "Replace"})
         self._table: dict[int, bytes] = {}
-        self.size = tokenizer.get_vocab_size(with_added_tokens=True)
+        # Not the number of tokens: some vocabularies have gaps.
+        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._specials = _alternatives(self.special)
         self._borders = _alternatives(self.added) if _splits_cleanly(spec, added) else None
 

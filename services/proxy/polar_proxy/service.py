@@ -216,7 +216,7 @@ class ProxyService:
             name=found.engine, replica=replica.engine.replica, model=found.model, weights_hash=replica.weights_hash,
             dtype=found.dtype, logprob_kind=found.logprobs, tokenizer_hash=told.tokenizer_hash,
             template_hash=told.template_hash, renderer=told.renderer, renderer_version=told.renderer_version,
-            end_of_turn=renderer.stop_ids,
+            vocab_size=told.vocab_size, end_of_turn=renderer.stop_ids,
         )  # fmt: skip
         made = self._facts[name] = engine_json(facts)
         return made

@@ -13,6 +13,7 @@ from polar_common.errors import ConfigError
 from polar_render import CHATML_TOOLS, ModelProfile, load_renderer, profile_for
 from polar_render.base import Head
 from polar_render.messages import Message, Text
+from polar_render.vocabulary import Vocabulary, id_bound
 
 ASK = [Message("user", (Text("hi"),))]
 
@@ -114,3 +115,25 @@ def test_the_template_runs_in_a_sandbox(model: Callable[..., Path]) -> None:
     renderer = load_renderer(ModelProfile("m", directory))
     assert not renderer.prove().exact
     assert all(not c.ok for c in renderer.prove().checks if c.feature == "user")
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [({"vocab_size": 5_000}, 5_000), ({"text_config": {"vocab_size": 6_000}}, 6_000), ({"vocab_size": 7}, None)],
+)
+def test_ids_are_below_the_models_own_size_and_never_below_the_tokenizers(
+    model: Callable[..., Path], config: dict[str, object], bound: int | None
+) -> None:
+    directory = model(config=config)
+    vocabulary = Vocabulary.load(directory)
+    highest = max(vocabulary.encode("ab é <|im_end|>"))
+    found = load_renderer(ModelProfile("m", directory, template=CHATML_TOOLS)).provenance.vocab_size
+    assert found == (bound or vocabulary.size) and found > highest
+
+
+def test_a_token_beyond_a_gap_counts(model: Callable[..., Path]) -> None:
+    directory = model()
+    spec = json.loads((directory / "tokenizer.json").read_bytes())
+    spec["model"]["vocab"]["beyond"] = 9_000
+    (directory / "tokenizer.json").write_text(json.dumps(spec))
+    assert id_bound(directory, Vocabulary.load(directory)) == 9_001
