@@ -21,6 +21,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from bench.load import Answer, Client, Result, Spawned, arguments, cpu_seconds, median, report
+from bench.long_prompt import long_prompts
 from bench.models import model_directory
 from polar_common.bus import Bus
 from polar_common.keys import SessionKey, sign
@@ -251,6 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     model = model_directory()
     with house(model) as home:
         results = [*cpu(home, model, count), *latency(home, model, min(count, 300))]
+        results += long_prompts(home.proxy.port, home.engine.port, SECRET, model, 3 if options.short else 10)
     results += [first_token(model, ttft, 40) for ttft in (50, 5)]
     report(results, options.json)
 

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,3 +181,23 @@ def test_nesting_is_found_before_parsing(text: bytes) -> None:
 def test_brackets_in_strings_and_side_by_side_are_not_depth() -> None:
     assert not too_deep(b'["' + b"[" * 50 + b'\\"[["]', 5)
     assert not too_deep(b"[" + b"[]," * 50 + b"0]", 5)
+
+
+_JSON = st.recursive(
+    st.text('"\\[]{}a\n', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\[]{}', max_size=3), inner, max_size=4),
+    max_leaves=40,
+)
+
+
+def _depth(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(_depth, value.values()), default=0)
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
+@given(_JSON)
+def test_the_depth_found_is_the_parsed_depth(value: object) -> None:
+    body, depth = orjson.dumps(value), _depth(value)
+    assert not too_deep(body, depth)
+    assert depth == 0 or too_deep(body, depth - 1)
