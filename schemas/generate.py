@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from polar_analytics.schema import ddl_text
+from polar_analytics.views import ddl_text
 from polar_common import __version__
 from polar_common.events import EVENT_TYPES
 from polar_common.ownership import OWNERS

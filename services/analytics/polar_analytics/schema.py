@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["TABLES", "VERSION", "Table", "create_statements", "ddl_text"]
+__all__ = ["TABLES", "VERSION", "Table", "create_statements"]
 
 VERSION = 1
 """Raise it when a table changes: the projection is then rebuilt from the log."""
@@ -253,10 +253,3 @@ def _create(table: Table, cluster: str, ttl_days: int) -> str:
     body = ",\n".join(columns)
     key = ", ".join(table.key)
     return f"CREATE TABLE IF NOT EXISTS {table.name}{where} (\n{body}\n) ENGINE = {kind}\nORDER BY ({key}){ttl}"
-
-
-def ddl_text() -> str:
-    """All statements, as in `schemas/clickhouse.sql`."""
-    from .views import statements
-
-    return ";\n\n".join([*create_statements(), *statements()]) + ";\n"
