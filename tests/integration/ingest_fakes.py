@@ -28,7 +28,7 @@ from polar_common.events import (
     SessionSealed,
     now,
 )
-from polar_common.session_state import SessionState, fold
+from polar_common.session_state import Attempt, SessionState, fold
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import Topology, consumers, work_consumer
 from polar_ingest.api import Api
@@ -107,7 +107,10 @@ class FakeHouse:
         assert isinstance(event, SessionQueued)
         state = await self._state(event.session)
         about = {"run": event.run, "task": event.task, "session": event.session, "attempt": event.attempt}
-        if state.terminal or (event.attempt in state.attempts and state.attempts[event.attempt].claimed):
+        if state.terminal:
+            return
+        if (earlier := state.attempts.get(event.attempt)) is not None and earlier.claimed:
+            await self._take_over(state, about, earlier)
             return
         deadline = now() + timedelta(seconds=60)
         claimed = SessionClaimed(**about, gateway="fake", attempt_deadline=deadline, session_deadline=deadline)
@@ -122,6 +125,17 @@ class FakeHouse:
             self.doubled.append(event.session)
         self.live.add(event.session)
         await self._attempt(state, about, self.script(event.session, event.attempt))
+
+    async def _take_over(self, state: SessionState, about: dict[str, Any], earlier: Attempt) -> None:
+        """A claimed attempt that is delivered again, because its answer or its acknowledgement was lost with the
+        server, is never run again: what its end lacks is told."""
+        self.live.discard(state.session)
+        if earlier.exited and not earlier.over:
+            await self._say(state, SessionArtifacts(**about))
+        elif not earlier.over:
+            sealed = [] if earlier.sealed else [SessionSealed(**about, reason="lost")]
+            told = [SessionLost(**about, cause="node_lost"), *sealed]
+            await self.bus.batch(told, fence=(state.session, state.last_seq))
 
     async def _attempt(self, state: SessionState, about: dict[str, Any], play: Play) -> None:
         if play.vanish:
