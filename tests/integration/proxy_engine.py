@@ -47,6 +47,13 @@ def make_model_dir(directory: Path) -> Path:
     return directory
 
 
+def _flat(content: str | list[dict[str, Any]] | None) -> str:
+    """A message's content as this engine's template shows it."""
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(p["text"] if p["type"] == "text" else "<|endoftext|>" * 3 for p in content)
+
+
 @dataclass
 class Say:
     """One answer. `finish`: `stop` ends with the end-of-turn id, `length` without, `string` at a stop string.
@@ -99,6 +106,10 @@ class ScriptedEngine:
         self.version = "v0"
         self.calls: list[str] = []
         self.down = False
+        self.local = False
+        """Calls itself the local engine, which takes no grammars."""
+        self.sees = False
+        """Takes pictures: each is shown to the model as three `<|endoftext|>`."""
         self._runner: web.AppRunner | None = None
 
     def say(self, *answers: Say | str) -> None:
@@ -154,7 +165,7 @@ class ScriptedEngine:
         return web.Response(status=503 if self.down else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "0.0-scripted"})
+        return web.json_response({"version": "0.0-scripted", **({"engine": "polar"} if self.local else {})})
 
     async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
@@ -184,7 +195,10 @@ class ScriptedEngine:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         """vLLM's chat API with ids: a template of this engine's own makes the prompt."""
         body = orjson.loads(await request.read())
-        text = "".join(f"{m['role']}> {m['content']}\n" for m in body["messages"])
+        if any(isinstance(m["content"], list) for m in body["messages"]) and not self.sees:
+            error = {"error": {"message": "policy is not a multimodal model", "type": "BadRequestError", "code": 400}}
+            return web.json_response(error, status=400)
+        text = "".join(f"{m['role']}> {_flat(m['content'])}\n" for m in body["messages"])
         sampling = {"max_tokens": body.get("max_tokens") or 16, "stop": body.get("stop") or []}
         heard = Heard(
             request.headers.get("x-request-id", ""),

@@ -13,6 +13,7 @@ import numpy as np
 from polar_common.errors import RenderError, TraceError
 from polar_render.base import Renderer
 from polar_render.canonical import with_prefill
+from polar_render.demand import demanded_calls
 from polar_render.messages import Message, Part, Text, Thinking, ToolCall
 from polar_render.records import Echo, Ids, ResolvedCompletion, common_prefix
 
@@ -98,6 +99,8 @@ def _answer(item: ResolvedCompletion, found: Mapping[str, ResolvedCompletion], r
     parts = renderer.parse(item.sampled.tolist(), item.head).parts
     if item.event.finish == "stop_string":
         parts = _before(parts, item.event.sampling.stop)
+    if item.event.tool_choice_by == "engine":
+        parts = demanded_calls(parts, item.head.tools)
     said = Message("assistant", tuple(parts))
     if item.event.prefill_tokens:
         before = messages_of(item, found, renderer)

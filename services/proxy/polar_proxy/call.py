@@ -21,7 +21,7 @@ from polar_common.ids import new_id
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_proxy.dialects.base import Dialect, Encoder, Frame, Minted, Reply, Usage
 from polar_render.base import AnswerEvent, Renderer
-from polar_render.messages import text_of
+from polar_render.messages import Json, text_of
 
 from .capture import CallFacts, Captured, build, reply_of
 from .context.nodes import Live
@@ -366,13 +366,16 @@ class _Outlet:
             await self._exchange.start(200, self._headers)
 
 
-def new_choice(plan: Plan, renderer: Renderer, used: SamplingUsed, salt: str, guide: bool) -> Choice:
+def new_choice(
+    plan: Plan, renderer: Renderer, used: SamplingUsed, salt: str, guide: dict[str, Json] | None
+) -> Choice:  # fmt: skip
     """A sample to be made, with its completion id."""
     completion = new_id()
     request = GenerateRequest(
         request_id=completion, prompt=plan.prompt, sampling=used, stop_token_ids=renderer.stop_ids, cache_salt=salt,
-        guide=plan.request.response_format if guide else None, native=plan.native,
+        guide=guide, native=plan.native,
     )  # fmt: skip
     live = Live(completion, plan.request.raw_hash)
     begun = text_of(plan.request.messages[-1]) if plan.request.prefill else ""
-    return Choice(live, used, request, Sampling(renderer.parser(plan.head, prefill=begun), used.stop))
+    sampling = Sampling(renderer.parser(plan.head, prefill=begun), used.stop, plan.demand.tools)
+    return Choice(live, used, request, sampling)

@@ -26,6 +26,7 @@ from .context.own_ids import own_ids
 from .context.prompt import Plan
 from .context.restore import answer_of, mint
 from .engines.base import Capabilities
+from .pictures import references
 from .sample import Sample
 from .sampling import asked_fields, used_json
 from .validity import Verdict, judge
@@ -77,7 +78,7 @@ def engine_json(facts: EngineFacts) -> bytes:
 def build(index: SessionIndex, plan: Plan, sample: Sample, facts: CallFacts, renderer: Renderer) -> Captured:
     """The captured completion. Where the engine renders, the prompt is what it reports."""
     native = plan.native is not None
-    sent = np.array(sample.prompt_ids or (), dtype=np.int32) if native else plan.prompt
+    sent = _prompt(plan, sample)
     verdict = judge(
         sample.ids,
         sample.logprobs,
@@ -144,10 +145,18 @@ def _stable(
         "policy_seq": facts.policy_seq, "cached_tokens": usage.cached_tokens, "kv_salt": facts.salt,
         "kv_mixed": sample.kv_mixed, "agent": request.hints.agent, "parent_agent": request.hints.parent_agent,
         "spawned_by": plan.spawned_by,
+        "tool_choice": plan.demand.told, "tool_choice_by": plan.demand.by,
         "dropped": (*request.dropped, *plan.dropped), "billing": request.billing, "delivered": facts.delivered,
     }  # fmt: skip
+    if plan.pictures is not None:
+        event["images"] = references(request.messages, index.pictures, _prompt(plan, sample), plan.pictures)
     event.update({k: v for k, v in optional.items() if v or (k == "untrainable_at" and v == 0)})
     return orjson.dumps(event), [b for b in (head_blob, ids_blob, lp_blob) if b is not None]
+
+
+def _prompt(plan: Plan, sample: Sample) -> Ids:
+    """Where the engine renders, what it reports."""
+    return plan.prompt if plan.native is None else np.array(sample.prompt_ids or (), dtype=np.int32)
 
 
 def _for_log(plan: Plan, shared: int) -> Sequence[Message | Echo]:

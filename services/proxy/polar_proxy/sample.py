@@ -14,7 +14,8 @@ from polar_common.events import VersionSpan
 from polar_proxy.dialects.base import Finish, events_of
 from polar_proxy.engines.base import Chunk, EngineFinish
 from polar_render.base import AnswerEvent, StreamParser, TextDelta, ThinkingDelta, ToolCallDelta
-from polar_render.messages import Part, Text, Thinking, ToolCall
+from polar_render.demand import demanded_calls
+from polar_render.messages import Part, Text, Thinking, ToolCall, ToolSpec
 
 __all__ = ["Sample", "Sampling", "cut_stop", "finish_of"]
 
@@ -137,9 +138,13 @@ class Sample:
 
 
 class Sampling:
-    """Collects one sample. `feed` returns the events that may be told now."""
+    """Collects one sample. `feed` returns the events that may be told now.
 
-    def __init__(self, parser: StreamParser, stops: Sequence[str]) -> None:
+    `demanded`: tools of which the engine was made to call some; such an answer is read, and told, as a whole.
+    """
+
+    def __init__(self, parser: StreamParser, stops: Sequence[str], demanded: tuple[ToolSpec, ...] = ()) -> None:
+        self._demanded = demanded
         self._parser = parser
         self._stops = stops
         self._holder = _Holder(stops) if stops else None
@@ -170,6 +175,8 @@ class Sampling:
         if not chunk.ids:
             return []
         events = self._parser.feed(chunk.ids)
+        if self._demanded:
+            return []
         return events if self._holder is None else self._holder.feed(events)
 
     def finish(self, *, fed: bool) -> tuple[Sample, list[AnswerEvent]]:
@@ -189,7 +196,10 @@ class Sampling:
             parts, stop = cut_stop(parts, self._stops)
             # The engine may have seen it across a border that the parser took out.
             stop = stop or last.stop_reason
-        if self._holder is not None:
+        if self._demanded:
+            parts = demanded_calls(parts, self._demanded)
+            events = events_of(parts)
+        elif self._holder is not None:
             events = self._holder.feed(events)
             events += self._holder.finish(stopped=stop is not None)
         sample = Sample(

@@ -13,21 +13,24 @@ from functools import partial
 
 from polar_common.errors import EngineBusy, PolarError, RenderError, RequestError
 from polar_common.events import EngineFacts
+from polar_common.ids import segment_of
 from polar_common.keys import SessionKey
 from polar_proxy.dialects.base import ChatRequest, Dialect, Route, completion_of
 from polar_proxy.dialects.faults import fault
 from polar_render.base import Head, Renderer
 from polar_render.canonical import head_key
-from polar_render.messages import Image, Message, Text
+from polar_render.messages import Text
 
 from .admission import Refused, admit
 from .call import Call, new_choice
 from .capture import engine_json
 from .context.prompt import Plan, head_of, plan, plan_native
 from .context.retry import Decision, decide
+from .demand import demand_of, without_hidden
 from .engines.pool import Pool, Replica
 from .exchange import Exchange, Sweeper
 from .metrics import METRICS
+from .pictures import ImageFormat, pictures_of, refusal, replaced, shown
 from .publish import Publisher
 from .refusal import tell
 from .replay import earlier, replay
@@ -65,6 +68,7 @@ class ProxyService:
         self.publisher = publisher
         self.sweeper = sweeper
         self.model_window = window
+        self.image_format = ImageFormat.of(settings.proxy_model_dir)
         self.running: dict[tuple[str, int], set[Call]] = {}
         self._count = 0
         self._facts: dict[tuple[object, ...], bytes] = {}
@@ -139,7 +143,7 @@ class ProxyService:
             raise RequestError("one choice per stream", path="n")
 
     async def _admitted(self, exchange: Exchange, dialect: Dialect, session: Session, request: ChatRequest) -> None:
-        request = await self._expanded(session, request)
+        request = without_hidden(await self._expanded(session, request))
         renderer = self.renderers.by(session.key.sampling.thinking)
         decision = await self._decide(session, request)
         if decision.action == "replay":
@@ -147,10 +151,12 @@ class ProxyService:
             node = session.index.nodes[decision.completion]
             await replay(exchange, dialect, session, request, node, renderer)
             return
-        request, noted = self._images(request)
+        request, noted, urls = await self._images(session, request)
         made = await self._plan(session, request, renderer)
         if noted:
             made = replace(made, dropped=noted, additions=(*made.additions, "image_placeholder"))
+        if made.native is not None and any(pictures_of(request.messages)):
+            made = replace(made, native=replace(made.native, images=urls), pictures=self.image_format)
         replica = self.pool.pick(f"{session.key.session}.{session.key.attempt}.{request.hints.agent}")
         call = self._call(exchange, dialect, session, made, renderer, replica)
         name = (session.key.session, session.key.attempt)
@@ -183,11 +189,12 @@ class ProxyService:
             request.sampling.max_tokens, _cap(session), self.window, len(made.prompt),
             self.settings.proxy_max_tokens,
         )  # fmt: skip
-        guide = request.response_format is not None and capabilities.guides
-        if request.response_format is not None and not guide:
-            made = replace(made, dropped=(*made.dropped, "response_format"))
-        if request.tool_choice not in ("auto", "none") or (request.tool_choice == "none" and request.tools):
-            made = replace(made, dropped=(*made.dropped, "tool_choice"))
+        demand = demand_of(request, guides=capabilities.guides)
+        guide = demand.form or (request.response_format if capabilities.guides else None)
+        lost = ["tool_choice"] if demand.by == "dropped" else []
+        if request.response_format is not None and guide is not request.response_format:
+            lost.append("response_format")
+        made = replace(made, demand=demand, dropped=(*made.dropped, *lost))
         call = Call(
             session, dialect, made, renderer, replica, exchange, self.publisher, self._engine(replica, renderer),
             self.settings.proxy_keepalive_s, policy_seq=replica.policy_seq,
@@ -264,18 +271,24 @@ class ProxyService:
             fresh = fresh[len(leading) :]
         return replace(request, messages=(*before, *fresh))
 
-    def _images(self, request: ChatRequest) -> tuple[ChatRequest, tuple[str, ...]]:
-        """Images that the engine can't see become a placeholder, if that's wanted; else they're refused."""
-        at = [i for i, m in enumerate(request.messages) if any(isinstance(p, Image) for p in m.parts)]
-        if not at:
-            return request, ()
+    async def _images(
+        self, session: Session, request: ChatRequest
+    ) -> tuple[ChatRequest, tuple[str, ...], Mapping[str, str]]:
+        """The request as the engine can take it, what was dropped for that, and data URLs by the pictures' hashes.
+
+        Images that the engine can't see become a placeholder, if that's wanted; else they're refused.
+        """
+        if not any(pictures_of(request.messages)):
+            return request, (), {}
         found = self.pool.capabilities
         if found is not None and found.images:
-            return request, ()
+            store = self.sessions.blobs(segment_of(session.key.session))
+            addresses = self.settings.proxy_image_urls == "engine"
+            seen = await shown(request, session.index.pictures, store, addresses=addresses)
+            return seen.request, (), seen.urls
         if self.settings.proxy_images == "refuse":
-            raise RequestError("the model takes no images", path=f"messages[{at[0]}].content")
-        messages = tuple(_placeholders(m) for m in request.messages)
-        return replace(request, messages=messages), tuple(f"messages[{i}].image" for i in at)
+            raise refusal(request, "the model takes no images")
+        return *replaced(request), {}
 
     async def _decide(self, session: Session, request: ChatRequest) -> Decision:
         """Whether the request is a retry. A marked one may be of a call that another instance captured."""
@@ -327,7 +340,8 @@ class ProxyService:
         self._open(key)
         request = await self._parse(dialect, route, headers, body)
         session = await self.sessions.get(key)
-        request, _ = self._images(await self._expanded(session, request))
+        # An engine that takes pictures counts them itself, when it is asked; here they count as their placeholder.
+        request, _ = replaced(await self._expanded(session, request))
         renderer = self.renderers.by(key.sampling.thinking)
         head = head_of(request)
         made = await self._make(session, request, renderer, head, head_key(head))
@@ -362,11 +376,6 @@ def _doubtful(made: Plan) -> bool:
         return True
     new = made.request.messages[made.parent.position + 1 :]
     return any(m.role == "assistant" for m in (new[:-1] if made.request.prefill else new))
-
-
-def _placeholders(message: Message) -> Message:
-    parts = tuple(Text("[image]") if isinstance(p, Image) else p for p in message.parts)
-    return replace(message, parts=parts)
 
 
 def _reason(error: PolarError, status: int) -> str:

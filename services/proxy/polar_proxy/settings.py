@@ -39,6 +39,8 @@ class ProxySettings(HouseSettings):
     """Harnesses name models we've never heard of: by default the policy serves them all."""
     proxy_images: Literal["refuse", "placeholder"] = "refuse"
     """What becomes of images that the engine can't take; a placeholder is recorded."""
+    proxy_image_urls: Literal["refuse", "engine"] = "refuse"
+    """Images named by an address: nothing is fetched here; `engine` passes the address on, for the engine to."""
     proxy_socket: Path | None = None
     """Unix socket for sandboxes without a network; default `<data>/run/proxy.sock`."""
     proxy_body_limit: Annotated[int, Field(ge=1)] = 32 << 20

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from polar_common.packing import BlobRef
 from polar_proxy.dialects.base import Finish, Usage
 from polar_render.base import Head
 from polar_render.messages import Message, Part
@@ -116,6 +117,8 @@ class SessionIndex:
     agents: set[str] = field(default_factory=set)
     own_ids: dict[str, str] = field(default_factory=dict)
     """Minted tool-call ids → the model's own."""
+    pictures: dict[str, BlobRef] = field(default_factory=dict)
+    """What the log holds of the session's pictures, by hash."""
     bodies: dict[bytes, Head] = field(default_factory=dict)
     """Heads by key, each once."""
     synced: int = 0

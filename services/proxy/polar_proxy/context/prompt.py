@@ -9,8 +9,10 @@ import numpy as np
 
 from polar_common.errors import RenderError
 from polar_common.events.completion_captured import ChainClass, ParentBy
+from polar_proxy.demand import NOTHING, Demand
 from polar_proxy.dialects.base import ChatRequest
 from polar_proxy.engines.base import NativePrompt
+from polar_proxy.pictures import ImageFormat
 from polar_render.base import Head, Renderer, ToolCallDone
 from polar_render.messages import Message, text_of
 from polar_render.records import Ids
@@ -46,6 +48,9 @@ class Plan:
     dropped: tuple[str, ...] = ()
     spawned_by: str = ""
     native: NativePrompt | None = None
+    demand: Demand = NOTHING
+    pictures: ImageFormat | None = None
+    """Set where the engine is shown pictures."""
 
 
 def head_of(request: ChatRequest) -> Head:

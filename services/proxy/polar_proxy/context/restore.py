@@ -13,6 +13,7 @@ from polar_proxy.dialects.base import Minted, Usage
 from polar_proxy.sample import cut_stop
 from polar_render.base import Head, Renderer
 from polar_render.canonical import prefix_keys, with_prefill
+from polar_render.demand import demanded_calls
 from polar_render.messages import Message, Part, ToolCall, text_of
 from polar_render.records import Echo, Ids, Link, ResolvedCompletion
 
@@ -72,6 +73,7 @@ def _captured(
     node = _node(index, item, sequence, renderer, calls)
     node.delivery = "unknown"
     index.add(node)
+    index.pictures.update((ref.blob.sha256, ref.blob) for ref in event.images if ref.blob is not None)
     index.calls += 1
     index.tokens += len(item.sampled)
 
@@ -142,6 +144,8 @@ def _node(
     parts, stop = found.parts, None
     if event.finish == "stop_string":
         parts, stop = cut_stop(parts, event.sampling.stop)
+    if event.tool_choice_by == "engine":
+        parts = demanded_calls(parts, _head(index, item).tools)
     minted = Minted(event.completion, int(event.started))
     sampled, parts = parts, mint(parts, minted)
     size = shared + len(own)

@@ -6,7 +6,7 @@ is the completion's id. What an engine reports is passed on as it is; `validity.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -23,12 +23,17 @@ LogprobKind = Literal["processed", "raw", "none"]
 
 @dataclass(frozen=True, slots=True)
 class NativePrompt:
-    """What an engine renders by its own template. `tool_choice` and others are in the chat API's own form."""
+    """What an engine renders by its own template.
+
+    `images`: data URLs by hash, for the pictures that the messages name by hash. `tool_choice` is in the chat API's own
+    form; None leaves the reading of calls to us.
+    """
 
     messages: tuple[Message, ...]
     head: Head
     prefill: bool = False
     tool_choice: Json = None
+    images: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +49,6 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     guide: dict[str, Json] | None = None
-    images: tuple[str, ...] = ()
     native: NativePrompt | None = None
 
 

@@ -6,7 +6,11 @@ ids (then nothing can be trained, and the harness is served all the same). Chunk
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import base64
+import struct
+import zlib
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -20,26 +24,45 @@ from .wire import error_from, events
 
 __all__ = ["VllmChatEngine", "chat_messages"]
 
+_SIDE = 56
+"""Pixels: some processors take nothing smaller than two patches."""
 
-def _content(message: Message) -> Json:
-    images = any(isinstance(p, Image) for p in message.parts)
-    if not images:
+
+def _png(side: int) -> str:
+    """A black square as a data URL."""
+
+    def block(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    rows = zlib.compress((b"\0" + b"\0\0\0" * side) * side)
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + block(b"IHDR", header) + block(b"IDAT", rows) + block(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+_PICTURE = _png(_SIDE)
+
+
+def _content(message: Message, images: Mapping[str, str]) -> Json:
+    if not any(isinstance(p, Image) for p in message.parts):
         return "".join(p.text for p in message.parts if isinstance(p, Text))
     parts: list[Json] = []
     for part in message.parts:
         if isinstance(part, Text):
             parts.append({"type": "text", "text": part.text})
         elif isinstance(part, Image):
-            url = part.url or f"data:{part.mime};base64,{part.data}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
+            picture: dict[str, Json] = {"url": part.url or images[part.blob]}
+            if part.detail:
+                picture["detail"] = part.detail
+            parts.append({"type": "image_url", "image_url": picture})
     return parts
 
 
-def chat_messages(messages: tuple[Message, ...]) -> list[Json]:
-    """Messages in the chat API's form, arguments verbatim."""
+def chat_messages(messages: tuple[Message, ...], images: Mapping[str, str]) -> list[Json]:
+    """Messages in the chat API's form, arguments verbatim. `images`: data URLs by the pictures' hashes."""
     found: list[Json] = []
     for message in messages:
-        out: dict[str, Json] = {"role": message.role, "content": _content(message)}
+        out: dict[str, Json] = {"role": message.role, "content": _content(message, images)}
         if message.role == "tool":
             out["tool_call_id"] = message.call_id
         if message.name:
@@ -109,7 +132,7 @@ class VllmChatEngine(VllmEngine):
             raise EngineRefused("this engine takes messages, not ids", 400)
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": chat_messages(native.messages),
+            "messages": chat_messages(native.messages, native.images),
             "stream": stream,
             **sampling_json(request.sampling, request.stop_token_ids),
             "logprobs": True,
@@ -170,7 +193,21 @@ class VllmChatEngine(VllmEngine):
         return chunk
 
     async def capabilities(self) -> Capabilities:
-        return await self._capabilities(ids_in=False)
+        found = await self._capabilities(ids_in=False)
+        return replace(found, images=await self._takes_images())
+
+    async def _takes_images(self) -> bool:
+        """Whether the model sees pictures: nothing lists it, so it is shown one."""
+        picture: Json = {"type": "image_url", "image_url": {"url": _PICTURE}}
+        body = {
+            "model": self.model, "messages": [{"role": "user", "content": [picture, {"type": "text", "text": "x"}]}],
+            "max_tokens": 1, "temperature": 1.0,
+        }  # fmt: skip
+        try:
+            await self._wire.ask("/v1/chat/completions", orjson.dumps(body))
+        except EngineRefused:
+            return False
+        return True
 
     async def abort(self, request_id: str) -> None:
         await self._wire.ask("/abort_requests", orjson.dumps({"request_ids": [f"chatcmpl-{request_id}"]}))
