@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
+from house_kit import Live, running_house
 from tokenizers import Tokenizer
 
-from conftest import Live, running_house
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
 from polar_common.cli.tasks import Ingest

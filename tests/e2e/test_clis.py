@@ -14,8 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from clis_kit import CLIS, VARIANTS, Job, Told, cli_house, jobs_of, read_journal, run_jobs, same_ids, tell, unseen
-
-from conftest import POLAR, Live
+from house_kit import POLAR, Live
 
 pytestmark = [pytest.mark.nats, pytest.mark.chdb, pytest.mark.harness, pytest.mark.timeout(900)]
 

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from house_kit import Live, running_house
 
 import runtime_docker
-from conftest import Live, running_house
 from polar_common.house.layout import House
 from polar_common.ids import new_id
 

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from house_kit import Live
 
-from conftest import Live
 from polar_common.bus import Bus, follow
 from polar_common.house.layout import find_house
 from polar_common.ids import new_id

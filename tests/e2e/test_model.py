@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from house_kit import running_house
 
-from conftest import running_house
 from polar_common.house.layout import find_house
 from polar_train.stream import TraceStream
 

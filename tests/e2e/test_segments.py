@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from house_kit import Live, running_house
 
-from conftest import Live, running_house
 from polar_common.archive import ArchiveSource
 from polar_common.verify import Options, audit
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from house_kit import Live, running_house
 
-from conftest import Live, running_house
 from polar_common.house.layout import House, nats_secret
 from slurm_kit import own_slurm
 

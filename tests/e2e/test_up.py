@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from house_kit import POLAR, Live, running_house
 
-from conftest import POLAR, Live, running_house
 from polar_common.house.layout import process_started
 
 pytestmark = [pytest.mark.nats, pytest.mark.chdb]
