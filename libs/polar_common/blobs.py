@@ -59,6 +59,10 @@ class Blobs:
         self._remember(ref.sha256, body)
         return body
 
+    async def has(self, ref: BlobRef) -> bool:
+        """Whether the body is there, whole."""
+        return await self._bus.last(subjects.blob(self._segment, ref.sha256), blobs_stream(self._segment)) is not None
+
     async def column(self, column: Column) -> bytes | None:
         """The body that `unpack` needs for a column; None where it's inline."""
         return None if column.blob is None else await self.get(column.blob)

@@ -15,9 +15,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from .events import GroupMember, VersionSpan
-from .packing import Column
+from .packing import BlobRef, Column
 
-__all__ = ["GroupTraces", "Provenance", "Span", "Trace", "TraceManifest", "TreePosition", "trace_hash"]
+__all__ = ["GroupTraces", "Provenance", "Span", "Trace", "TraceImage", "TraceManifest", "TreePosition", "trace_hash"]
 
 
 class _Model(BaseModel):
@@ -55,6 +55,20 @@ class Span(_Model):
     drift_at: int | None = None
     """First position (in prompt + response) at which the trace differs from what the engine saw."""
     agent_role: str = "main"
+
+
+class TraceImage(_Model):
+    """A picture that the engine was shown: its bytes are a blob, never in the trace. Ids are those after expansion."""
+
+    blob: BlobRef | None = None
+    """None where the harness gave an address alone, which is then `url`."""
+    mime: str = ""
+    url: str = ""
+    processor: str = ""
+    processor_hash: str = ""
+    span: tuple[int, int] | None = None
+    """Where it stands in prompt + response, as (start, ids); None where that isn't known."""
+    grid: tuple[int, int, int] | None = None
 
 
 class Provenance(_Model):
@@ -124,6 +138,8 @@ class Trace(_Model):
     parent_call: str = ""
     """Sub-agents: the completion of the parent agent that they were started by."""
     tree: TreePosition | None = None
+    images: tuple[TraceImage, ...] = ()
+    """In the order of the ids; outside the hash."""
     provenance: Provenance
 
 

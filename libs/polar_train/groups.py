@@ -22,7 +22,7 @@ from polar_common.events import GroupMember
 from polar_common.ids import segment_of
 from polar_common.packing import Column, unpack
 from polar_common.topology import TRACES
-from polar_common.traces import GroupTraces, Span, Trace, TraceManifest, trace_hash
+from polar_common.traces import GroupTraces, Span, Trace, TraceImage, TraceManifest, trace_hash
 
 __all__ = ["Floats", "Group", "Ids", "Mask", "Member", "TrainTrace", "load_group", "load_trace"]
 
@@ -59,6 +59,7 @@ class TrainTrace:
     reward: float
     step_rewards: Mapping[str, float] = field(default_factory=dict)
     """Completion id → reward, for the completions that the evaluator scored."""
+    images: tuple[TraceImage, ...] = ()
 
     @property
     def length(self) -> int:
@@ -192,6 +193,7 @@ async def load_trace(body: bytes, blobs: Blobs, member: GroupMember, *, verify: 
         policy_seq_max=trace.policy_seq_max,
         reward=reward,
         step_rewards=steps,
+        images=trace.images,
     )
 
 
@@ -216,6 +218,10 @@ def _check(trace: Trace, prompt: Ids, response: Ids, mask: Mask, logprobs: Float
         if span.start < end or span.start + span.length > len(response):
             raise TraceError(f"{where}: span {span.completion} [{span.start}, +{span.length}) in {len(response)} ids")
         end = span.start + span.length
+    size = len(prompt) + len(response)
+    for image in trace.images:
+        if image.span is not None and not 0 <= image.span[0] <= sum(image.span) <= size:
+            raise TraceError(f"{where}: a picture at {list(image.span)} of {size} ids")
 
 
 def _rewards(trace: Trace, member: GroupMember) -> tuple[dict[str, float], float]:

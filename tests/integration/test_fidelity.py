@@ -21,7 +21,7 @@ from polar_common.errors import ConfigError
 from polar_common.events import PolicyPublished
 from polar_common.nats_server import NatsServer
 from polar_common.packing import pack
-from polar_common.traces import trace_hash
+from polar_common.traces import TraceImage, trace_hash
 from polar_engine.models import ensure_model, weights_hash
 from polar_engine.testing import engine_thread
 from polar_train.fidelity import TOLERANCE, Options, Policies, Report, check
@@ -265,6 +265,14 @@ async def test_damaged_missing_and_unnamed_traces(client: EngineClient, bus: Bus
         trace.trace_id,
     )
     assert (await checked(bus, "loose")).traces == 0
+
+
+async def test_traces_with_pictures_are_counted_and_not_recomputed(client: EngineClient, bus: Bus) -> None:
+    await conversation(client, bus, 1, calls=2)
+    (trace,) = await traces(bus)
+    await republish(bus, trace, "shown", images=(TraceImage(url="https://example.org/a.png"),))
+    report = await checked(bus, "shown")
+    assert report.unreadable == {"pictures": 1} and report.spans == 0 and "shows 1 pictures" in report.details[0]
 
 
 async def test_a_sample_of_traces_is_drawn_by_seed(client: EngineClient, bus: Bus) -> None:

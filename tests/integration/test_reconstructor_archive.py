@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 import tempfile
@@ -22,10 +23,13 @@ from tests.scripted_sessions import Script
 from typer.testing import CliRunner
 
 from polar_common.archive import export, read_manifest
+from polar_common.blobs import Blobs
 from polar_common.bus import Bus, scan
 from polar_common.errors import ConfigError
+from polar_common.events import ImageRef
 from polar_common.ids import FIRST_SEGMENT
 from polar_common.nats_server import NatsServer
+from polar_common.packing import BlobRef
 from polar_common.subjects import ANY_SESSION, manifests_filter
 from polar_common.topology import TRACES, Topology, apply, events_stream
 from polar_common.traces import GroupTraces, TraceManifest
@@ -215,3 +219,19 @@ async def test_a_blob_that_an_archive_lacks_fails_its_session_alone(
     assert b"session not built" in logged
     (shown,) = await polar("build", "show", "b")
     assert list(shown["reasons"]) == [r for r in shown["reasons"] if "completion big, prompt" in r and "missing" in r]
+
+
+async def test_pictures_that_traces_name_come_along(bus: Bus, other: tuple[Bus, NatsServer], tmp_path: Path) -> None:
+    new, _ = other
+    body = b"\x89PNG" + bytes(7_000_000)
+    ref = BlobRef(sha256=hashlib.sha256(body).hexdigest(), size=len(body), media_type="image/png")
+    script = Script().started().call("c1", [1, 7, 7], [10, 99], images=(ImageRef(message=0, part=0, blob=ref),)).ended()
+    script.refs.append((ref, body))
+    await script.publish(bus)
+    await export(bus, tmp_path / "archive", FIRST_SEGMENT)
+    for build in ("one", "two"):
+        (told,) = await polar("replay", "--build", build, "--from", str(tmp_path / "archive"))
+        assert (told["reconstructed"], told["failed"]) == (1, 0)
+    (read,) = [read async for read in build_traces(new, "two")]
+    assert read.trace.images[0].blob == ref
+    assert await Blobs(new, FIRST_SEGMENT).get(ref) == body

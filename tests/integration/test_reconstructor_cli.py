@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, TraceError
+from polar_common.events import ImageRef
 from polar_common.ids import FIRST_SEGMENT, task_id
 from polar_common.nats_server import NatsServer
+from polar_common.packing import BlobRef
 from polar_reconstructor import cli
-from polar_reconstructor.export import read_rows
+from polar_reconstructor.export import check, read_rows
 from polar_reconstructor.handlers import Reconstructor
 from polar_reconstructor.rules import BUILT_IN
 
@@ -120,6 +122,26 @@ async def test_exports_come_back_as_they_were(house: list[Script], tmp_path: Pat
     assert rows[1]["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1]
     assert rows[0]["logprobs"].dtype == np.float32 and rows[0]["logprobs"][0] == np.float32(-0.5)
     assert orjson.loads(rows[0]["provenance"])["harness"] == "command"
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "arrow", "parquet"])
+async def test_pictures_are_exported_as_references_and_checked(
+    bus: Bus, house: list[Script], tmp_path: Path, ending: str
+) -> None:
+    ref = BlobRef(sha256="a" * 64, size=9, media_type="image/png")
+    script = Script(task=task_id(FIRST_SEGMENT, "run", "pictures")).started()
+    script.call("c1", [1, 7, 7], [10, E], images=(ImageRef(message=0, part=0, blob=ref, span=(1, 2)),)).ended()
+    await script.publish(bus)
+    end = await bus.last(subjects.session(script.session, 1, "artifacts"))
+    assert end is not None
+    await Reconstructor(bus, "shown", BUILT_IN["exact"]).on_ended(end)
+    path = tmp_path / f"traces.{ending}"
+    await polar("export", str(path), "--build", "shown")
+    (row,) = read_rows(path)
+    (image,) = orjson.loads(row["images"])
+    assert image["blob"]["sha256"] == ref.sha256 and image["mime"] == "image/png" and image["span"] == [1, 2]
+    with pytest.raises(TraceError, match=r"images\[0\] stands at \[4, 2\] of 5 ids"):
+        check(row | {"images": row["images"].replace("[1,2]", "[4,2]")})
 
 
 async def test_an_edited_export_is_refused(house: list[Script], tmp_path: Path) -> None:

@@ -74,8 +74,6 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pre
 @app.callback()
 def polar(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     """Agentic reinforcement learning on any agent harness, on an immutable event log."""
-    # Standard output is the command's alone: what is logged on the way would spoil `--json`.
-    configure("cli", "warning")
     if version:
         console.print(__version__)
         raise typer.Exit
@@ -86,6 +84,8 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{__version__}\n")
         return
+    # Standard output is the command's alone: what is logged on the way would spoil `--json`.
+    configure("cli", "warning")
     try:
         app()
     except ConfigError as error:

@@ -69,13 +69,17 @@ class Chosen:
     traces: int = 0
     sessions: int = 0
     unreadable: Counter[str] = field(default_factory=Counter)
-    """`missing` or `damaged` → traces."""
+    """`missing`, `damaged` or `pictures` (which aren't recomputed) → traces."""
     details: list[str] = field(default_factory=list)
 
     def refuse(self, reason: str, detail: str) -> None:
         self.unreadable[reason] += 1
         if len(self.details) < _DETAILS:
             self.details.append(detail)
+
+
+class _Pictures(TraceError):
+    """Ids alone don't say what the model saw."""
 
 
 async def choose(
@@ -117,6 +121,9 @@ async def windows(bus: Bus, chosen: Chosen, tokens: int = _WINDOW_TOKENS) -> Asy
                 continue
             try:
                 loaded = await _load(bus, name, body)
+            except _Pictures as error:
+                chosen.refuse("pictures", f"{name.session}/{name.number}: {error}")
+                continue
             except (TraceError, BlobError, ValidationError) as error:
                 chosen.refuse("damaged", f"{name.session}/{name.number}: {error}")
                 continue
@@ -131,6 +138,8 @@ async def windows(bus: Bus, chosen: Chosen, tokens: int = _WINDOW_TOKENS) -> Asy
 
 async def _load(bus: Bus, name: Name, body: bytes) -> Loaded:
     trace = Trace.model_validate_json(body)
+    if trace.images:
+        raise _Pictures(f"it shows {len(trace.images)} pictures, and only text is recomputed")
     found = await _checked(bus, name.session, body)
     if found.trace_id != name.trace_id:
         raise TraceError(f"it is {found.trace_id}, the manifest says {name.trace_id}")

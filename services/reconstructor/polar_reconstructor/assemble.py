@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .calls import Call
 from .columns import Floats, Ids, Mask
+from .images import Image, Place, images_of
 from .rules.base import Chain, Link, View
 from .rules.fates import is_subagent
 
@@ -40,6 +41,7 @@ class Draft:
     cut: bool = False
     dropped: list[str] = field(default_factory=list)
     """Completions whose spans were cut off by the length bound."""
+    images: list[Image] = field(default_factory=list)
 
     @property
     def action_tokens(self) -> int:
@@ -164,6 +166,7 @@ def _draft(whole: Ids, placed: list[_Placed], chain: Chain, view: View) -> Draft
         role=role_of(next(p.call for p in kept if p.link.trained)),
         cut=bool(dropped) or chain.split,
         dropped=dropped,
+        images=images_of(Place(p.call, p.start) for p in kept),
     )
 
 

@@ -24,6 +24,7 @@ from .calls import Aborted, Call, Document, Engine, Wanted, aborted, blobs_wante
 from .columns import Ids
 from .contexts import Contexts
 from .domain import Selection
+from .images import check_images
 from .policies import by_policy_version, conserve, long_enough
 from .rules.base import Chain, Rule, View
 from .rules.fates import fates, is_subagent
@@ -106,6 +107,9 @@ def build_session(
     calls = [c if isinstance(c, Call) else call(*c, blobs, prepared.engines) for c in prepared.captured]
     cut = [aborted(doc, sequence, blobs) for doc, sequence in prepared.aborted]
     _number(calls, cut)
+    for c in calls:
+        if c.images:
+            check_images(c.doc, c.length)
     went_on = {c.parent for c in calls if c.parent_by == "adopted"}
     excluded = dict(selection.excluded) | {a.id: "adopted_partial" if a.id in went_on else "aborted" for a in cut}
     if rules.adopted_partial == "train":

@@ -43,7 +43,7 @@ _READ_LATER: tuple[tuple[str, frozenset[type]], ...] = (
     ("messages", _OBJECT), ("additions", _LIST), ("context_faithful", _FLAG), ("native_equal", _MAYBE),
     ("cached_tokens", _INTEGER), ("kv_salt", _TEXT), ("kv_mixed", _FLAG), ("sampling", _OBJECT), ("versions", _LIST),
     ("untrainable", _TEXT), ("parent", _TEXT), ("request_hash", _TEXT), ("replay_of", _TEXT),
-    ("spawned_by", _TEXT),
+    ("spawned_by", _TEXT), ("images", _LIST),
 )  # fmt: skip
 """What is read when asked for has its type checked first, so that damage is named here and nowhere later."""
 _VERSIONS = {"completion.captured": CompletionCaptured.VERSION, "completion.aborted": CompletionAborted.VERSION}
@@ -166,6 +166,12 @@ class Call:
     def spawned_by(self) -> str:
         """The completion whose tool call started this sub-agent; only its first call has it."""
         return str(self.doc["spawned_by"])
+
+    @property
+    def images(self) -> list[dict[str, Any]]:
+        """JSON of `ImageRef` per picture of the request."""
+        found: list[dict[str, Any]] = self.doc["images"]
+        return found
 
     @property
     def delivered(self) -> list[str]:

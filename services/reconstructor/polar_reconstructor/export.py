@@ -20,9 +20,10 @@ import pyarrow.parquet
 from polar_common.errors import ConfigError, TraceError
 from polar_common.traces import Span, trace_hash
 
+from .images import check_places
 from .traces import Read
 
-__all__ = ["FORMATS", "SCHEMA", "Row", "format_of", "read_rows", "row_of", "write"]
+__all__ = ["FORMATS", "SCHEMA", "Row", "check", "format_of", "read_rows", "row_of", "write"]
 
 Format = Literal["jsonl", "arrow", "parquet"]
 FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet"}
@@ -39,12 +40,13 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())), ("action_tokens", pa.int64()), ("session_traces", pa.int32()),
         ("session_action_tokens", pa.int64()), ("policy_seq_min", pa.int64()), ("policy_seq_max", pa.int64()),
         ("agent_depth", pa.int32()), ("parent_call", pa.string()), ("tree", pa.string()),
+        ("images", pa.string()),
         ("spans", pa.string()), ("provenance", pa.string()),
     ]
 )  # fmt: skip
-"""Spans, provenance and the place in a tree are JSON text: nested, sparse, and a small part of the bytes."""
+"""Spans, pictures, provenance and the place in a tree are JSON text: nested, sparse, and a small part of the bytes."""
 
-_TEXT = ("tree", "spans", "provenance")
+_TEXT = ("tree", "images", "spans", "provenance")
 _ARRAYS = {"prompt_ids": "<i4", "response_ids": "<i4", "loss_mask": "u1", "logprobs": "<f4"}
 _COPIED = [
     name for name in SCHEMA.names if name not in (*_ARRAYS, *_TEXT)
@@ -69,6 +71,7 @@ def row_of(read: Read) -> Row:
         "loss_mask": read.mask,
         "logprobs": read.logprobs,
         "tree": trace.tree.model_dump_json() if trace.tree is not None else "null",
+        "images": orjson.dumps([i.model_dump(mode="json") for i in trace.images]).decode(),
         "spans": orjson.dumps([s.model_dump(mode="json") for s in trace.spans]).decode(),
         "provenance": trace.provenance.model_dump_json(),
     }
@@ -82,6 +85,7 @@ def check(row: Row) -> None:
     lengths = {name: len(arrays[name]) for name in ("response_ids", "loss_mask", "logprobs")}
     if len(set(lengths.values())) != 1:
         raise TraceError(f"trace {row['trace_id']}: lengths disagree: {lengths}")
+    check_places(row["trace_id"], orjson.loads(row["images"]), len(arrays["prompt_ids"]) + lengths["response_ids"])
     spans = tuple(Span.model_validate(s) for s in orjson.loads(row["spans"]))
     found = trace_hash(
         arrays["prompt_ids"], arrays["response_ids"], arrays["loss_mask"], arrays["logprobs"], spans, row["rules_hash"]

@@ -85,6 +85,7 @@ class Reconstructor:
         try:
             out = await self._build(selection)
             if not self.dry:
+                await self._bring(session, out.pictures)
                 await publish(self.bus, self.blobs(session), out)
         except (FromTheFuture, Unavailable):
             raise
@@ -105,6 +106,15 @@ class Reconstructor:
         with _seconds.time():
             built = build_session(prepared, bodies, self.rules, rule=self._rule, decode=self._decode)
         return outgoing(built, self.build)
+
+    async def _bring(self, session: str, pictures: Iterable[BlobRef]) -> None:
+        """Pictures that traces name have to be where the traces are. Raises BlobError."""
+        if self._read_blob is None:
+            return
+        blobs = self.blobs(session)
+        for ref in pictures:
+            if not await blobs.has(ref):
+                await blobs.put_as(ref, await self._read_blob(ref))
 
     async def fetch(self, prepared: Prepared) -> Mapping[str, bytes]:
         """The blobs a build needs. Raises BlobError naming the column that lacks one."""

@@ -31,10 +31,14 @@ _AT_ONCE = 16
 
 @dataclass(slots=True)
 class Outgoing:
-    """A session's messages: (subject, body, body hash) per trace, the blobs they need, the manifest and the fact."""
+    """A session's messages: (subject, body, body hash) per trace, the blobs they need, the manifest and the fact.
+
+    `pictures`: bodies that traces name and completions stored.
+    """
 
     traces: list[tuple[str, bytes, str]]
     blobs: list[tuple[BlobRef, bytes]]
+    pictures: list[BlobRef]
     manifest: TraceManifest
     fact: BuildReconstructed
 
@@ -63,7 +67,12 @@ def outgoing(built: Built, build: str, causation: str = "") -> Outgoing:
         excluded=built.excluded,
         log_last=built.last,
     )
-    return Outgoing(traces, blobs, manifest, _fact(built, build, manifest, causation))
+    return Outgoing(traces, blobs, _pictures(built), manifest, _fact(built, build, manifest, causation))
+
+
+def _pictures(built: Built) -> list[BlobRef]:
+    named = {i["blob"]["sha256"]: i["blob"] for t in built.traces for i in t.draft.images if i["blob"]}
+    return [BlobRef.model_validate(ref) for ref in named.values()]
 
 
 def _fact(built: Built, build: str, manifest: TraceManifest, causation: str) -> BuildReconstructed:
@@ -138,6 +147,7 @@ def _trace_json(
         "agent_depth": trace.depth,
         "parent_call": trace.parent_call,
         "tree": trace.place,
+        "images": draft.images,
         "provenance": _provenance(trace, built),
     }
 

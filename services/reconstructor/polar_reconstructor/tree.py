@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .assemble import Draft
+from .images import exact_images, moved
 
 __all__ = ["encode", "walk"]
 
@@ -71,6 +72,8 @@ def _node(
         mask[at - start : at - start + size] = giver.mask[at : at + size]
         logprobs[at - start : at - start + size] = giver.logprobs[at : at + size]
         spans.append(giver.spans[n] | {"start": at - start})
+    position = 0 if begin == 0 else len(first.prompt) + start
+    own = exact_images(first.calls[:end])[len(exact_images(first.calls[:begin])) :]
     node = replace(
         first,
         prompt=first.prompt if begin == 0 else first.prompt[:0],
@@ -79,9 +82,9 @@ def _node(
         logprobs=logprobs,
         spans=spans,
         calls=first.calls[begin:end],
+        images=moved(own, position),
         cut=first.cut and len(members) == 1,
     )
-    position = 0 if begin == 0 else len(first.prompt) + start
     return node, {"tree": name, "node": number, "parent": parent, "position_start": position, "owner": -1}
 
 
@@ -123,6 +126,7 @@ def walk(nodes: Sequence[tuple[Draft, Place]], leaf: int) -> Draft:
             spans.append(shown)
         start += len(draft.response)
     last = path[-1][0]
+    calls = [c for d, _ in path for c in d.calls]
     return replace(
         last,
         prompt=prompt,
@@ -130,5 +134,6 @@ def walk(nodes: Sequence[tuple[Draft, Place]], leaf: int) -> Draft:
         mask=np.concatenate(masks),
         logprobs=np.concatenate(logprobs),
         spans=spans,
-        calls=[c for d, _ in path for c in d.calls],
+        calls=calls,
+        images=exact_images(calls),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from reconstruction_kit import built, masks, spans, trained
 from tests.scripted_sessions import Script
@@ -84,6 +86,16 @@ def test_a_title_call_is_a_side_and_the_reward_does_not_reach_it() -> None:
     made = built(script)
     assert made.excluded == {"title": "side"} and trained(made) == [["c1"]]
     assert trained(built(script, side="train")) == [["title"], ["c1"]]
+
+
+@pytest.mark.parametrize("stored", ["whole", "by reference"])
+def test_an_output_counts_as_reused_however_the_prompt_that_shows_it_is_stored(stored: str) -> None:
+    """c2's prompt shows the summary within what it shares with c1's context, where c1 had sampled it again."""
+    summary = [41, 42, 43, 44]
+    refs: dict[str, Any] = {"base": "c1", "shared": 7} if stored == "by reference" else {}
+    script = Script().started().call("sum", [8, 9], [*summary, E], tools=False)
+    script.call("c1", [1], [40, *summary, 7, E]).call("c2", [1, 40, *summary, 7, 70, 5], [20, E], **refs).ended()
+    assert "sum" not in built(script).excluded
 
 
 def test_a_call_without_tools_is_no_side_where_no_root_has_any() -> None:

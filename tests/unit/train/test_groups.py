@@ -85,6 +85,15 @@ async def test_spans_must_lie_inside_the_response_in_order() -> None:
         await load(value)
 
 
+async def test_pictures_arrive_as_references_that_stand_inside_the_trace() -> None:
+    image = {"blob": {"sha256": "a" * 64, "size": 3, "media_type": "image/png"}, "mime": "image/png", "span": [0, 1]}
+    trace = await load(body() | {"images": [image]})
+    assert [(i.mime, i.span, i.blob and i.blob.sha256) for i in trace.images] == [("image/png", (0, 1), "a" * 64)]
+    for span in ([6, 1], [-1, 1], [2, -1]):
+        with pytest.raises(TraceError, match=r"a picture at .* of 6 ids"):
+            await load(body() | {"images": [image | {"span": span}]})
+
+
 def test_the_trainers_library_needs_no_service_and_no_torch() -> None:
     names = {"torch", "transformers", "polar_render", "polar_reconstructor", "polar_ingest"}
     code = f"import sys, polar_train; print([m for m in sys.modules if m.partition('.')[0] in {names!r}])"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from polar_reconstructor.calls import Call
 from polar_reconstructor.contexts import Contexts
 
@@ -118,7 +120,10 @@ def _tools(calls: Sequence[Call]) -> Mapping[str, bool]:
 
 
 def _reused(i: int, calls: Sequence[Call], contexts: Contexts) -> bool:
-    """Whether a run of the sample's ids stands in a later call's new ids and not already in its own prompt."""
+    """Whether a run of the sample's ids stands in a later prompt and not already in its own one.
+
+    Whole prompts are looked at, so that it doesn't matter how they were stored.
+    """
     c = calls[i]
     core = c.sampled[: -1 if c.closed else None]
     size = min(_WINDOW, len(core))
@@ -127,8 +132,8 @@ def _reused(i: int, calls: Sequence[Call], contexts: Contexts) -> bool:
     own = contexts.prompt(c).tobytes()
     runs = [core[s : s + size].tobytes() for s in range(0, len(core) - size + 1, max(1, size // 2))]
     runs = [run for run in runs if not _holds(own, run)]
-    later = [calls[k].new.tobytes() for k in range(i + 1, len(calls))]
-    return any(_holds(new, run) for new in later for run in runs)
+    later = contexts.longest_prompts(calls[i + 1 :]) if runs else []
+    return any(_holds(prompt, run) for prompt in map(np.ndarray.tobytes, later) for run in runs)
 
 
 def _holds(haystack: bytes, run: bytes) -> bool:

@@ -19,7 +19,7 @@ from polar_render.vocabulary import Vocabulary
 
 __all__ = ["BUILT_IN", "RuleSet", "load", "parse"]
 
-FORMAT = 1
+FORMAT = 2
 """Grows when the same settings come to mean other traces."""
 
 
