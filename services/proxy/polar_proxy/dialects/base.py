@@ -73,6 +73,7 @@ class Hints:
 
     agent: str = ""
     parent_agent: str = ""
+    agent_role: str = ""
     retry: int = 0
     previous_response: str = ""
     request_kind: str = ""

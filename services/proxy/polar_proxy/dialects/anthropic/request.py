@@ -32,6 +32,7 @@ NOT_FORWARDED = {
     "system[*].cache_control": "the engine keeps its own cache",
     "messages[*].content[*].cache_control": "the engine keeps its own cache",
     "tools[*].cache_control": "the engine keeps its own cache",
+    "tools[?name=='DeferredToolPlaceholder']": "it stands for tools that are named later, in the messages",
     "tools[*].eager_input_streaming": "arguments are sent once they are known to be an object",
 }
 

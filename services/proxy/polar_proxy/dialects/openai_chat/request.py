@@ -33,6 +33,8 @@ NOT_FORWARDED = {
     "modalities": "answers are text",
     "audio": "answers are text",
     "web_search_options": "there is no hosted search",
+    "tools[*].function.strict": "grammars are the engine's business",
+    "tools[*].name": "a repetition beside the function's own name",
 }
 
 _MESSAGE = f.keys("role content name tool_calls tool_call_id reasoning_content reasoning refusal function_call")

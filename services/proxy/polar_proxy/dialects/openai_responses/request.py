@@ -36,6 +36,7 @@ NOT_FORWARDED = {
     "top_logprobs": "log-probs are given to Chat clients",
     "text.verbosity": "a property of the provider's own models",
     "tools[?type=='web_search']": "there are no hosted tools",
+    "tools[?type=='namespace'].description": "each of its tools has its own",
     "tools[*].strict": "grammars are the engine's business",
     "max_tool_calls": "concerns hosted tools only",
 }
