@@ -17,7 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from .events import GroupMember, VersionSpan
 from .packing import BlobRef, Column
 
-__all__ = ["GroupTraces", "Provenance", "Span", "Trace", "TraceImage", "TraceManifest", "TreePosition", "trace_hash"]
+__all__ = [
+    "GroupTraces", "Provenance", "RoleTotals", "Span", "Trace", "TraceImage", "TraceManifest", "TreePosition",
+    "trace_hash",
+]  # fmt: skip
 
 
 class _Model(BaseModel):
@@ -119,6 +122,7 @@ class Trace(_Model):
     rules_hash: str
     status: Literal["complete", "truncated", "aborted"]
     agent_role: str = "main"
+    """`main`, or of which kind the sub-agent is; equal in all sessions of a group, as groups are by role."""
     chain_class: str = "root"
     ambiguous: bool = False
     prompt_ids: Column
@@ -135,6 +139,8 @@ class Trace(_Model):
     policy_seq_max: int
     agent_depth: int = 0
     """0 for the session's own agent, 1 for its sub-agents, and so on."""
+    agent: str = ""
+    """Which agent, as the harness names it: several of a session may have one role."""
     parent_call: str = ""
     """Sub-agents: the completion of the parent agent that they were started by."""
     tree: TreePosition | None = None
@@ -157,6 +163,8 @@ class TraceManifest(_Model):
     traces: tuple[str, ...]
     """Trace ids by number."""
     action_tokens: tuple[int, ...]
+    roles: tuple[str, ...] = ()
+    """Agent role by number."""
     spans: int
     exact_spans: int
     excluded: dict[str, str]
@@ -167,8 +175,20 @@ class TraceManifest(_Model):
         return hashlib.sha256(orjson.dumps(self.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
+class RoleTotals(_Model):
+    """What one agent role has in a group, over trainable members: the denominators of its own weights."""
+
+    sessions: int = 0
+    traces: int = 0
+    action_tokens: int = 0
+
+
 class GroupTraces(_Model):
-    """A group's end as trainers of one build see it: members' rewards and manifests, and sums for the weights."""
+    """A group's end as trainers of one build see it: members' rewards and manifests, and sums for the weights.
+
+    `agent_role` is that of the sessions' own agents; their sub-agents' traces come with them and share reward and
+    weight. Who trains roles as groups of their own finds each one's sums in `roles`.
+    """
 
     schema_version: int = 1
     run: str
@@ -184,6 +204,7 @@ class GroupTraces(_Model):
     """Session → manifest hash."""
     action_tokens: int
     traces: int
+    roles: dict[str, RoleTotals] = {}
 
 
 def trace_hash(

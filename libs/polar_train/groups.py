@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -30,6 +30,8 @@ Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
 
+MAIN = "main"
+"""The role of a session's own agent."""
 _PAGE = 256
 _TRIES = 5
 
@@ -80,7 +82,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All samples of one task under one build. `sequence` is that of its `closed` message."""
+    """All samples of one task under one build. `sequence` is that of its `closed` message.
+
+    Traces of sub-agents come with their sessions' and share reward and weight; `of_role` makes a group of one role.
+    """
 
     run: str
     build: str
@@ -90,6 +95,27 @@ class Group:
     expected: int
     terminal: int
     members: tuple[Member, ...]
+    agent_role: str = ""
+    """Of all traces; "" where all roles are together."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The agent roles that have traces, `main` first."""
+        return tuple(sorted({t.agent_role for t in self.traces}, key=lambda role: (role != MAIN, role)))
+
+    def of_role(self, role: str) -> Group:
+        """The group (run, build, task, `role`): one role's traces, with a baseline and weights of its own.
+
+        A session in which a sub-agent of that role never ran has no part in it; without traces of its own agent it
+        still has its reward.
+        """
+        members = []
+        for member in self.members:
+            own = tuple(t for t in member.traces if t.agent_role == role)
+            absent = member.trainable and not own and role != MAIN
+            made = replace(member, traces=own)
+            members.append(replace(made, trainable=False, reason="no_traces_of_role") if absent else made)
+        return replace(self, members=tuple(members), agent_role=role)
 
     @property
     def traces(self) -> tuple[TrainTrace, ...]:

@@ -43,6 +43,8 @@ class Cli:
     args: dict[str, Any] = field(default_factory=dict)
     sub_agents: Literal["none", "named", "nameless"] = "none"
     """Whether it has any, and whether its requests tell them apart."""
+    role: str = "subagent"
+    """Theirs, as the scripted engine asks for them; that of a harness which has only one kind."""
     sides: int = 0
     """Calls beside the conversation (a title)."""
     additions: frozenset[str] = frozenset()
@@ -68,11 +70,11 @@ CLIS = {
     "pi-responses": Cli(PI, {"api": "openai-responses"}),
     "pi-anthropic": Cli(PI, {"api": "anthropic"}),
     "pi-google": Cli(PI, {"api": "google"}),
-    "claude": Cli("claude_code", sub_agents="named", additions=frozenset({"stripped_header"})),
+    "claude": Cli("claude_code", sub_agents="named", role="general-purpose", additions=frozenset({"stripped_header"})),
     "codex": Cli("codex", sub_agents="named"),
-    "qwen": Cli("qwen_code", sub_agents="nameless"),
-    "gemini": Cli("gemini_cli", sub_agents="nameless"),
-    "opencode": Cli("opencode", sub_agents="named", sides=1),
+    "qwen": Cli("qwen_code", sub_agents="nameless", role="general-purpose"),
+    "gemini": Cli("gemini_cli", sub_agents="nameless", role="generalist"),
+    "opencode": Cli("opencode", sub_agents="named", role="general", sides=1),
 }
 VARIANTS = {
     "plain": Variant("file"),

@@ -169,13 +169,13 @@ def check_traces(told: Told) -> None:
 
 def check_agents(told: Told) -> None:
     """Each agent's calls carry its name; where the harness has none for it, that of the tool call that started it."""
-    names = [{s.agent_role for s in t.trace.spans} for t in told.traces]
-    assert all(len(n) == 1 for n in names) and len(set.union(*names)) == len(told.traces)
+    assert len({t.trace.agent for t in told.traces}) == len(told.traces)
     if told.job.variant != "subagents":
         return
     nameless = CLIS[told.job.cli].sub_agents == "nameless"
     for child in told.traces[1:]:
         calls = [c.event for c in told.calls if c.completion in {s.completion for s in child.trace.spans}]
-        assert {c.agent for c in calls} == {child.trace.agent_role}
+        assert {c.agent for c in calls} == {child.trace.agent}
         assert calls[0].spawned_by == child.trace.parent_call and calls[0].chain_class == "subagent"
-        assert child.trace.agent_role.startswith(f"call_{child.trace.parent_call}_") == nameless
+        assert child.trace.agent.startswith(f"call_{child.trace.parent_call}_") == nameless
+        assert child.trace.agent_role == CLIS[told.job.cli].role

@@ -17,9 +17,10 @@ from polar_common.events import BuildFailed, BuildReconstructed, GroupClosed, Gr
 from polar_common.ids import FIRST_SEGMENT
 from polar_common.packing import unpack
 from polar_common.topology import EVENTS, TRACES
-from polar_common.traces import GroupTraces, Trace, TraceManifest, trace_hash
+from polar_common.traces import GroupTraces, RoleTotals, Trace, TraceManifest, trace_hash
 from polar_reconstructor.handlers import Reconstructor
 from polar_reconstructor.rules import BUILT_IN
+from polar_train.groups import load_group
 
 pytestmark = pytest.mark.nats
 E = 99
@@ -166,6 +167,30 @@ async def test_a_closed_group_is_projected_once_with_manifests_and_sums(bus: Bus
     group = GroupTraces.model_validate_json(found[0].body)
     assert set(group.manifests) == {s.session for s in scripts}
     assert (group.action_tokens, group.traces, group.trainable) == (12, 2, 2)
+
+
+async def test_a_closed_group_has_sums_by_agent_role(bus: Bus) -> None:
+    scripts = [two_turns(i) for i in range(2)]
+    child = {"agent": "x1", "agent_role": "explore", "parent_agent": "main", "chain_class": "subagent"}
+    scripts[1].call("s1", [7], [70, 71, E], **child).call("s2", [8], [80, E], **(child | {"agent": "x2"}))
+    service = Reconstructor(bus, "live", BUILT_IN["exact"])
+    for script in scripts:
+        await script.ended().publish(bus)
+        await service.on_ended(await trigger(bus, subjects.session(script.session, 1, "artifacts")))
+    event = closed(scripts)
+    assert await service.project(event)
+    stored = await bus.last(subjects.trace_closed("run", "live", scripts[0].task))
+    assert stored is not None
+    group = GroupTraces.model_validate_json(stored.body)
+    assert group.roles == {
+        "explore": RoleTotals(sessions=1, traces=2, action_tokens=5),
+        "main": RoleTotals(sessions=2, traces=2, action_tokens=12),
+    }
+    assert (group.agent_role, group.traces, group.action_tokens) == ("main", 4, 17)
+    loaded = await load_group(bus, group, stored.sequence)
+    for role, told in group.roles.items():
+        own = loaded.of_role(role)
+        assert (len(own.traces), own.action_tokens) == (told.traces, told.action_tokens)
 
 
 async def test_a_member_without_a_build_has_no_manifest(bus: Bus) -> None:

@@ -176,6 +176,8 @@ class CompletionCaptured(SessionEvent):
     agent: str = ""
     parent_agent: str = ""
     """Of a sub-agent: the agent that started it, `main` where that has no name."""
+    agent_role: str = ""
+    """Of a sub-agent: its kind, where the tool call that started it names one."""
     spawned_by: str = ""
     """A sub-agent's first call: the completion whose tool call started it, where that is known."""
     images: tuple[ImageRef, ...] = ()

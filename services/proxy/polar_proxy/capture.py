@@ -144,7 +144,7 @@ def _stable(
         "constrained": facts.constrained, "versions": versions,
         "policy_seq": facts.policy_seq, "cached_tokens": usage.cached_tokens, "kv_salt": facts.salt,
         "kv_mixed": sample.kv_mixed, "agent": request.hints.agent, "parent_agent": request.hints.parent_agent,
-        "spawned_by": plan.spawned_by,
+        "agent_role": request.hints.agent_role, "spawned_by": plan.spawned_by,
         "tool_choice": plan.demand.told, "tool_choice_by": plan.demand.by,
         "dropped": (*request.dropped, *plan.dropped), "billing": request.billing, "delivered": facts.delivered,
     }  # fmt: skip
@@ -198,6 +198,7 @@ def _node(
         sampled_from=len(written.link.context) - len(sample.ids), stop_sequence=sample.stop_sequence,
         agent=request.hints.agent, parent_agent=request.hints.parent_agent, parent=parent, additions=plan.additions,
         choice=facts.choice, parallel_of=facts.parallel_of, own_ids=own_ids(sample.parts, parts),
+        agent_role=request.hints.agent_role,
     )  # fmt: skip
 
 

@@ -184,8 +184,8 @@ def _fill(c: Call, at: int, mask: npt.NDArray[np.uint8], logprobs: npt.NDArray[n
 
 
 def role_of(c: Call) -> str:
-    """`main`, or the name of the sub-agent that made the call."""
-    return (c.agent or "subagent") if is_subagent(c) else "main"
+    """`main`, or the kind of the sub-agent that made the call: not its own name, which no other session has."""
+    return (c.agent_role or "subagent") if is_subagent(c) else "main"
 
 
 def _span(p: _Placed, start: int) -> SpanJson:

@@ -43,7 +43,7 @@ _READ_LATER: tuple[tuple[str, frozenset[type]], ...] = (
     ("messages", _OBJECT), ("additions", _LIST), ("context_faithful", _FLAG), ("native_equal", _MAYBE),
     ("cached_tokens", _INTEGER), ("kv_salt", _TEXT), ("kv_mixed", _FLAG), ("sampling", _OBJECT), ("versions", _LIST),
     ("untrainable", _TEXT), ("parent", _TEXT), ("request_hash", _TEXT), ("replay_of", _TEXT),
-    ("spawned_by", _TEXT), ("images", _LIST),
+    ("spawned_by", _TEXT), ("images", _LIST), ("agent_role", _TEXT),
 )  # fmt: skip
 """What is read when asked for has its type checked first, so that damage is named here and nowhere later."""
 _VERSIONS = {"completion.captured": CompletionCaptured.VERSION, "completion.aborted": CompletionAborted.VERSION}
@@ -161,6 +161,11 @@ class Call:
     @property
     def parent_agent(self) -> str:
         return str(self.doc["parent_agent"])
+
+    @property
+    def agent_role(self) -> str:
+        """The sub-agent's kind, where that is known."""
+        return str(self.doc["agent_role"])
 
     @property
     def spawned_by(self) -> str:

@@ -39,7 +39,7 @@ SCHEMA = pa.schema(
         ("response_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8())),
         ("logprobs", pa.list_(pa.float32())), ("action_tokens", pa.int64()), ("session_traces", pa.int32()),
         ("session_action_tokens", pa.int64()), ("policy_seq_min", pa.int64()), ("policy_seq_max", pa.int64()),
-        ("agent_depth", pa.int32()), ("parent_call", pa.string()), ("tree", pa.string()),
+        ("agent_depth", pa.int32()), ("agent", pa.string()), ("parent_call", pa.string()), ("tree", pa.string()),
         ("images", pa.string()),
         ("spans", pa.string()), ("provenance", pa.string()),
     ]

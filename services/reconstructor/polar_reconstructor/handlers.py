@@ -16,7 +16,7 @@ from polar_common.errors import BlobError, BusError, Conflict, FromTheFuture, Po
 from polar_common.events import BuildFailed, GroupClosed
 from polar_common.ids import segment_of
 from polar_common.packing import BlobRef
-from polar_common.traces import GroupTraces, TraceManifest
+from polar_common.traces import GroupTraces, RoleTotals, TraceManifest
 from polar_render.vocabulary import Vocabulary
 
 from .build import Prepared, build_session, prepare
@@ -198,7 +198,21 @@ def _projection(event: GroupClosed, build: str, manifests: Mapping[str, TraceMan
         manifests={session: m.hash() for session, m in sorted(manifests.items())},
         action_tokens=sum(sum(m.action_tokens) for m in counted),
         traces=sum(len(m.traces) for m in counted),
+        roles=_roles(counted),
     )
+
+
+def _roles(counted: Sequence[TraceManifest]) -> dict[str, RoleTotals]:
+    """Sums by agent role, over the same members as the whole group's."""
+    found: dict[str, RoleTotals] = {}
+    for manifest in counted:
+        for role in sorted(set(manifest.roles)):
+            own = [a for a, r in zip(manifest.action_tokens, manifest.roles, strict=True) if r == role]
+            was = found.get(role, RoleTotals())
+            found[role] = RoleTotals(
+                sessions=was.sessions + 1, traces=was.traces + len(own), action_tokens=was.action_tokens + sum(own)
+            )
+    return dict(sorted(found.items()))
 
 
 def _decoder(rules: RuleSet) -> Callable[[Ids], str] | None:

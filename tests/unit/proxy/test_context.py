@@ -275,7 +275,7 @@ def test_an_empty_turn_of_a_history_that_is_not_ours_is_shown() -> None:
 
 
 TASK = "find out who calls parse"
-START = f'!agent({{"prompt": "{TASK}", "kind": "general"}})|'
+START = f'!agent({{"prompt": "{TASK}", "subagent_type": "general"}})|'
 
 
 def test_a_conversation_about_a_tool_calls_argument_is_its_sub_agents() -> None:
@@ -286,11 +286,12 @@ def test_a_conversation_about_a_tool_calls_argument_is_its_sub_agents() -> None:
     event = talk.events[-1][1]
     name = main.answer.tool_calls[0].id
     assert (event.chain_class, event.agent, event.parent_agent) == ("subagent", name, "main")
-    assert event.spawned_by == main.completion and child.parent is None
+    assert event.spawned_by == main.completion and child.parent is None and event.agent_role == "general"
     call = child.answer.tool_calls[0]
     talk.call(SYSTEM, Message("user", (Text("reminder"), Text(TASK))), said(call), result(call.id))
     event = talk.events[-1][1]
     assert (event.chain_class, event.agent, event.parent_agent, event.spawned_by) == ("continued", name, "main", "")
+    assert event.agent_role == "general"
     again = talk.call(user("q"), said(*main.answer.parts), result(name, "nobody"))
     assert again.parent is main and (again.agent, again.parent_agent) == ("", "")
 
@@ -303,6 +304,28 @@ def test_a_sub_agents_own_name_and_its_sub_agents_parent() -> None:
     deep = talk.call(user(TASK.replace("parse", "render")), hints=Hints(agent="a8"))
     assert (deep.agent, deep.parent_agent) == ("a8", "a7")
     assert [e.spawned_by for _, e in talk.events] == ["", first.completion, second.completion]
+    assert [e.agent_role for _, e in talk.events] == ["", "general", "general"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "role"),
+    [
+        ('"subagent_type": "code-reviewer"', "code-reviewer"),
+        ('"agent_type": "explorer"', "explorer"),
+        ('"agent_name": "generalist"', "generalist"),
+        ('"kind": "general"', ""),
+        ('"subagent_type": "main"', ""),
+        ('"subagent_type": "two words"', ""),
+        (f'"subagent_type": "{"x" * 65}"', ""),
+        ('"subagent_type": 5', ""),
+    ],
+)
+def test_a_sub_agents_role_is_what_the_call_that_started_it_names(arguments: str, role: str) -> None:
+    """It is equal in all sessions of a task, which an agent's own name isn't."""
+    talk = Talk()
+    talk.call(user("q"), answer=f'!agent({{"prompt": "{TASK}", {arguments}}})|')
+    talk.call(user(TASK), hints=Hints(agent="a7"))
+    assert talk.events[-1][1].agent_role == role and talk.events[-1][1].chain_class == "subagent"
 
 
 def test_a_named_agent_beside_a_nameless_one_is_a_sub_agent_though_its_start_was_not_seen() -> None:

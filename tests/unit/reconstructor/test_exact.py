@@ -39,9 +39,11 @@ def test_chains_are_found_with_and_without_recorded_parents(recorded: bool) -> N
     """Three turns and a sub-agent in between: prefix of the last prompt is the whole of what came before."""
     parent = (lambda name: {"parent": name}) if recorded else (lambda name: {})
     script = Script().call("c1", [1, 2], [10, E])
-    script.call("a1", [70, 71], [72, E], chain_class="subagent", agent="explore", parent_agent="main")
+    script.call("a1", [70, 71], [72, E], chain_class="subagent", agent="x1", agent_role="explore", parent_agent="main")
     script.call("c2", [1, 2, 10, E, 5], [20, E], **parent("c1"))
-    script.call("a2", [70, 71, 72, E, 6], [73, E], agent="explore", parent_agent="main", **parent("a1"))
+    script.call(
+        "a2", [70, 71, 72, E, 6], [73, E], agent="x1", agent_role="explore", parent_agent="main", **parent("a1")
+    )
     script.call("c3", [1, 2, 10, E, 5, 20, E, 6], [30, E], **parent("c2")).ended()
     made = built(script)
     assert trained(made) == [["c1", "c2", "c3"], ["a1", "a2"]]

@@ -8,7 +8,9 @@ import pytest
 from reconstruction_kit import built, masks, spans, trained
 from tests.scripted_sessions import Script
 
+from polar_common.traces import Trace
 from polar_reconstructor.domain import select
+from polar_reconstructor.publish import outgoing
 
 E = 99
 Overlap = dict[str, float]
@@ -131,13 +133,14 @@ def test_reuse_is_found_at_the_border_of_an_id_alone() -> None:
 
 def test_sub_agents_are_trained_by_default_with_role_depth_and_parent_call() -> None:
     script = Script().call("c1", [1], [10, E], agent="root")
-    script.call("s1", [7], [70, E], agent="explore", parent_agent="root", chain_class="subagent", tools=False)
-    script.call("d1", [8], [80, E], agent="deep", parent_agent="explore", chain_class="subagent").ended()
+    child = {"agent": "x1", "agent_role": "explore", "parent_agent": "root"}
+    script.call("s1", [7], [70, E], chain_class="subagent", tools=False, **child)
+    script.call("d1", [8], [80, E], agent="deep", parent_agent="x1", chain_class="subagent").ended()
     made = built(script)
     assert [(t.draft.role, t.depth, t.parent_call) for t in made.traces] == [
         ("main", 0, ""),
         ("explore", 1, "c1"),
-        ("deep", 2, "s1"),
+        ("subagent", 2, "s1"),
     ]
     assert built(script, subagents="exclude").excluded == {"d1": "subagent", "s1": "subagent"}
 
@@ -252,7 +255,10 @@ def test_a_sub_agent_of_a_nameless_agent_belongs_to_the_call_that_started_it() -
     made = built(script)
     assert [(t.draft.role, t.depth, t.parent_call) for t in made.traces] == [
         ("main", 0, ""),
-        ("call_m1_0", 1, "m1"),
-        ("other", 1, "m2"),
+        ("subagent", 1, "m1"),
+        ("subagent", 1, "m2"),
     ]
-    assert {s["agent_role"] for s in made.traces[1].draft.spans} == {"call_m1_0"}
+    assert {s["agent_role"] for s in made.traces[1].draft.spans} == {"subagent"}
+    assert [Trace.model_validate_json(body).agent for _, body, _ in outgoing(made, "live").traces] == [
+        "", "call_m1_0", "other",
+    ]  # fmt: skip

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from train_kit import group, member, trace
 
-from polar_train import collate, group_advantages, microbatches, session_advantages
+from polar_train import Member, collate, group_advantages, microbatches, session_advantages
 
 
 def test_the_leave_one_out_reference() -> None:
@@ -33,6 +35,37 @@ def test_one_trainable_session_has_advantage_zero_and_is_counted() -> None:
 def test_a_trainable_session_without_a_trace_still_counts_in_the_baseline() -> None:
     gains = group_advantages(group(member("A", [4.0]), member("B", [], reward=2.0)))
     assert gains.by_trace == {"A/0": 2.0}
+
+
+def test_sub_agents_share_their_sessions_reward_and_baseline_unless_roles_are_groups_of_their_own() -> None:
+    """Group = (run, build, task, agent_role): B never ran the helper, so A's and C's are compared with each other."""
+    helpers = {s: replace(trace(s, 1, reward=r), agent_role="helper") for s, r in (("A", 8.0), ("C", 2.0))}
+    members = [member("A", [8.0]), member("B", [5.0]), member("C", [2.0])]
+    members = [replace(m, traces=(*m.traces, *[t for s, t in helpers.items() if s == m.session])) for m in members]
+    whole = group(*members)
+    shared = group_advantages(whole)
+    assert shared.by_trace["A/0"] == shared.by_trace["A/1"] == 4.5
+    assert whole.roles == ("main", "helper") and whole.agent_role == ""
+    own = whole.of_role("helper")
+    assert [(m.session, m.trainable, m.reason) for m in own.members] == [
+        ("A", True, ""), ("B", False, "no_traces_of_role"), ("C", True, ""),
+    ]  # fmt: skip
+    assert group_advantages(own).by_trace == {"A/1": 6.0, "C/1": -6.0}
+    assert group_advantages(whole.of_role("main")).by_trace == {"A/0": 4.5, "B/0": 0.0, "C/0": -4.5}
+    assert (own.agent_role, own.action_tokens) == ("helper", 6)
+
+
+def test_a_role_that_one_session_ran_is_a_singleton_and_counted() -> None:
+    """T62."""
+    helper = replace(trace("A", 1, reward=8.0), agent_role="helper")
+    first = replace(member("A", [8.0]), traces=(trace("A", 0, reward=8.0), helper))
+    gains = group_advantages(group(first, member("B", [0.0])).of_role("helper"))
+    assert gains.by_trace == {"A/1": 0.0} and gains.singleton
+
+
+def test_a_session_whose_own_agent_has_no_trace_keeps_its_reward_in_the_main_group() -> None:
+    bare = Member("B", "passed", 2.0, True, "", (replace(trace("B", 0, reward=2.0), agent_role="helper"),))
+    assert group_advantages(group(member("A", [4.0]), bare).of_role("main")).by_trace == {"A/0": 2.0}
 
 
 def test_equal_rewards_are_flat() -> None:

@@ -6,6 +6,7 @@ by a tool call, whose prompt argument is then the sub-agent's first message. Pur
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,9 @@ __all__ = ["MAIN", "attributed", "spawner"]
 
 MAIN = "main"
 """What a sub-agent's `parent_agent` is where the session's own agent has no name."""
+_KINDS = ("subagent_type", "agent_type", "agent_name")
+"""Claude Code, Qwen Code and opencode; Codex; Gemini CLI."""
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _SHORTEST = 8
 """Tasks shorter than this could be any argument of any tool."""
 
@@ -37,31 +41,43 @@ def spawner(index: SessionIndex, messages: Sequence[Message]) -> tuple[Node, Too
     return None
 
 
-def _texts(call: ToolCall) -> list[str]:
+def _arguments(call: ToolCall) -> dict[str, str]:
+    """The call's arguments that are texts."""
     try:
         arguments = orjson.loads(call.arguments)
     except orjson.JSONDecodeError:
-        return []
-    values = arguments.values() if isinstance(arguments, dict) else ()
-    texts = [v.strip() for v in values if isinstance(v, str)]
-    return [t for t in texts if len(t) >= _SHORTEST]
+        return {}
+    items = arguments.items() if isinstance(arguments, dict) else ()
+    return {k: v.strip() for k, v in items if isinstance(v, str)}
+
+
+def _texts(call: ToolCall) -> list[str]:
+    return [t for t in _arguments(call).values() if len(t) >= _SHORTEST]
+
+
+def _role(call: ToolCall) -> str:
+    """The kind of agent that the call starts, "" where it names none."""
+    arguments = _arguments(call)
+    named = next((arguments[k] for k in _KINDS if k in arguments), "")
+    return named if _NAME.fullmatch(named) and named != MAIN else ""
 
 
 def attributed(
     index: SessionIndex, request: ChatRequest, parent: Node | None, chain: ChainClass
 ) -> tuple[ChatRequest, str]:
-    """The request with its agent and that one's parent named as far as they're known, and the completion that started
-    the agent with this call, or "". A sub-agent without a name is named by the tool call that started it."""
+    """The request with its agent and that one's role and parent, named as far as they're known, and the completion that
+    started the agent with this call, or "". A sub-agent without a name is named by the tool call that started it."""
     hints, by = request.hints, ""
-    agent, above = hints.agent, hints.parent_agent
+    agent, above, role = hints.agent, hints.parent_agent, ""
     if parent is not None:
-        agent, above = agent or parent.agent, above or parent.parent_agent
+        agent, above, role = agent or parent.agent, above or parent.parent_agent, parent.agent_role
     elif chain in ("subagent", "native"):
         if (found := spawner(index, request.messages)) is not None:
             node, call = found
             agent, above, by = agent or call.id, above or node.agent or MAIN, node.completion
+            role = _role(call)
         elif chain == "subagent":
             above = above or MAIN
-    if (agent, above) == (hints.agent, hints.parent_agent):
+    if (agent, above, role) == (hints.agent, hints.parent_agent, ""):
         return request, by
-    return replace(request, hints=replace(hints, agent=agent, parent_agent=above)), by
+    return replace(request, hints=replace(hints, agent=agent, parent_agent=above, agent_role=role)), by

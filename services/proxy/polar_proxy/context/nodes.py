@@ -52,6 +52,7 @@ class Node:
     stop_sequence: str | None = None
     agent: str = ""
     parent_agent: str = ""
+    agent_role: str = ""
     own_ids: tuple[tuple[str, str], ...] = ()
     """(minted id, the model's own) of its calls, where the model names them."""
     parent: Node | None = None

@@ -182,6 +182,7 @@ def _node(
         stop_sequence=stop,
         agent=event.agent,
         parent_agent=event.parent_agent,
+        agent_role=event.agent_role,
         own_ids=own_ids(sampled, parts),
         parent=parent,
         additions=event.additions,
