@@ -136,7 +136,7 @@ class ScriptedEngine:
             text = text.replace(mark, f"\0{mark}\0")
         return [p for p in text.split("\0") if p]
 
-    async def start(self) -> str:
+    async def start(self, port: int = 0) -> str:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -148,7 +148,7 @@ class ScriptedEngine:
             app.router.add_post(path, self._control)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         sockets = site._server.sockets  # type: ignore[union-attr]
         self.url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"

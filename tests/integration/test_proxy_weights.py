@@ -6,14 +6,16 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import nats.errors
 import pytest
+from nats.js import JetStreamContext
 from proxy_engine import Say, ScriptedEngine
 from proxy_kit import Kit, kit, user
 
 from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.events import PolicyActivated, PolicyPublished
-from polar_common.nats_server import NatsServer
+from polar_common.nats_server import NatsServer, free_port
 
 pytestmark = pytest.mark.nats
 
@@ -118,3 +120,43 @@ async def test_draining_refuses_new_calls_and_finishes_running_ones(
         again = await proxy.chat([user("meanwhile")], headers={"x-stainless-retry-count": "1"})
         assert again.status_code == 200
         assert proxy.engine.calls[0] == "/pause?mode=wait"
+
+
+async def test_an_engine_that_is_later_than_the_proxy_is_found_and_gets_what_was_published(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    """Published weights wait for it; until it is there, harnesses are told to come again."""
+    engine = ScriptedEngine(model_dir)
+    port = free_port()
+    engine.url = f"http://127.0.0.1:{port}"
+    async with kit(model_dir, nats_server.url, bus, tmp_path, engine, proxy_health_s=0.2) as proxy:
+        early = await proxy.chat([user("go")])
+        assert early.status_code == 503 and early.headers["retry-after"]
+        await bus.once(published(1))
+        await engine.start(port)
+        try:
+            assert [e.version for e in await activated(bus)] == ["step-1"]
+            await proxy.told([user("go")])
+            assert (await proxy.captured())[0].event.policy_seq == 1
+        finally:
+            await engine.stop()
+
+
+async def test_a_proxy_whose_log_has_no_consumer_yet_asks_until_it_has(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = 0
+    add = JetStreamContext.add_consumer
+
+    async def late(js: JetStreamContext, stream: str, *told: object, **more: object) -> object:
+        nonlocal refused
+        if "proxy-weights" in str(told) and refused < 2:
+            refused += 1
+            raise nats.errors.NoRespondersError
+        return await add(js, stream, *told, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JetStreamContext, "add_consumer", late)
+    async with kit(model_dir, nats_server.url, bus, tmp_path) as proxy:
+        await proxy.told([user("served all the while")])
+        await bus.once(published(1))
+        assert len(await activated(bus)) == 1 and refused == 2

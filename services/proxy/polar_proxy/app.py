@@ -118,7 +118,6 @@ class Proxy:
         sweeping = spawn(sweeper.run(), name="sweeper")
         watching = spawn(pool.watch(settings.proxy_health_s), name="engines")
         weights = Weights(bus, pool, settings.segment, drain=settings.proxy_drain)
-        await weights.prepare()
         knowing = spawn(weights.follow(), name="policies")
         for replica in pool.replicas:
             self.house.background(f"weights-{replica.engine.replica}", partial(weights.work, replica, self.house.stop))

@@ -1,6 +1,7 @@
 """New weights for the engines: who updates which replica, and which version each samples with.
 
-`policy.published` is work: one durable consumer per replica, whose lease decides which instance does the update.
+`policy.published` is work: one durable consumer per replica, whose lease decides which instance does the update. It
+hands out one at a time; messages of newer schema versions, which wait for an upgrade, don't count.
 `policy.activated` is what all instances follow to know what each replica samples with. Versions that a newer one has
 overtaken are skipped.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import nats.errors
 import structlog
 
 from polar_common import subjects
@@ -24,6 +26,7 @@ from .engines.pool import Pool, Replica
 __all__ = ["Weights", "weights_consumer"]
 
 _DRAIN_S = 600.0
+_AGAIN_S = 0.5
 _log = structlog.get_logger(__name__)
 
 
@@ -42,14 +45,25 @@ class Weights:
         self._segment = segment
         self._drain = drain
         self._published: dict[str, PolicyPublished] = {}
+        self._parked: set[int] = set()
+        """Sequences of `published` events that a newer version wrote."""
 
-    async def prepare(self) -> None:
-        """Make sure that each replica's consumer is there. They're as many as there are engines, so not in topology."""
-        for replica in self._pool.replicas:
-            spec = weights_consumer(replica.engine.replica, self._segment)
-            config = spec.config()
-            config.max_ack_pending = 1
-            await self._bus.js.add_consumer(spec.stream, config)
+    async def _prepare(self, spec: ConsumerSpec, stop: asyncio.Event) -> None:
+        """Make sure that a replica's consumer is there. They're as many as there are engines, so not in topology.
+
+        The log may be later than the proxy, or between two leaders: it is asked until it answers.
+        """
+        config = spec.config()
+        config.max_ack_pending = 1
+        while not stop.is_set():
+            try:
+                await self._bus.js.add_consumer(spec.stream, config)
+                return
+            except (BusError, nats.errors.Error) as error:
+                if self._bus.nc.is_closed:
+                    return
+                _log.warning("weights can't be followed yet", consumer=spec.durable, error=repr(error))
+                await asyncio.sleep(_AGAIN_S)
 
     async def follow(self) -> None:
         """Learn of published and activated versions, for ever."""
@@ -96,6 +110,7 @@ class Weights:
                 await self._update(replica, event)
 
         spec = weights_consumer(replica.engine.replica, self._segment)
+        await self._prepare(spec, stop)
         await Worker(self._bus, spec, handle).run(stop)
 
     async def _update(self, replica: Replica, event: PolicyPublished) -> None:
