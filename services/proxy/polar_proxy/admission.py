@@ -15,10 +15,10 @@ _WINDOW_S = 10.0
 
 
 class Refused(RequestError):
-    """A call that the limits forbid. `reason` is recorded; a 429 may be tried again after `retry_after` seconds."""
+    """A request that the limits forbid. `reason` is recorded; a 429 may be tried again after `retry_after` seconds."""
 
     def __init__(self, message: str, status: int, reason: str, retry_after: float | None = None) -> None:
-        kind = "rate_limit_error" if status == 429 else "permission_error"
+        kind = {429: "rate_limit_error", 403: "permission_error"}.get(status, "")
         super().__init__(message, status=status, kind=kind)
         self.reason = reason
         self.retry_after = retry_after

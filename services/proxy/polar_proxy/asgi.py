@@ -17,6 +17,7 @@ from polar_common.keys import SessionKey, verify
 from polar_proxy import dialects
 from polar_proxy.dialects.base import Dialect, Route
 
+from .admission import Refused
 from .doctor import diagnose
 from .exchange import Exchange, Message
 from .metrics import METRICS
@@ -145,7 +146,7 @@ class ProxyApp:
         if message.get("type") == "http.disconnect":
             raise RequestError("the client went away", status=400)
         if too_deep(body, self._settings.proxy_nesting):
-            raise RequestError(f"nested deeper than {self._settings.proxy_nesting} levels")
+            raise Refused(f"nested deeper than {self._settings.proxy_nesting} levels", 400, "nesting")
         return body
 
     async def _rest(self, receive: Receive, body: bytes, limit: int) -> bytes:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from polar_common.errors import RequestError
+from polar_proxy.dialects import route
+
+from .metrics import METRICS
 
 __all__ = ["BoundedProtocol"]
 
@@ -119,8 +124,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         self._refused = True
         self._disarm()
-        body = orjson.dumps({"type": "error", "error": {"type": "invalid_request_error", "message": message}})
-        if not self.transport.is_closing():
-            head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            self.transport.close()
+        METRICS.rejected.labels(str(status)).inc()
+        if self.transport.is_closing():
+            return
+        path = unquote(urlsplit(self.url.decode("latin-1")).path)
+        if path.startswith("/s/"):
+            path = "/" + path[3:].partition("/")[2]
+        _, headers, body = route("POST", path, {}, {})[0].error(RequestError(message, status=status))
+        lines = "".join(f"{k}: {v}\r\n" for k, v in headers.items())
+        head = f"HTTP/1.1 {status} Refused\r\n{lines}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -379,7 +379,10 @@ def _doubtful(made: Plan) -> bool:
 
 
 def _reason(error: PolarError, status: int) -> str:
-    names = {401: "unauthorised", 404: "not_found", 409: "sealed", 413: "too_large", 429: "busy", 503: "unavailable"}
+    names = {
+        401: "unauthorised", 404: "not_found", 408: "too_slow", 409: "sealed", 413: "too_large", 429: "busy",
+        503: "unavailable",
+    }  # fmt: skip
     if isinstance(error, RenderError):
         return "unrenderable"
     return names.get(status, "malformed" if status < 500 else "error")
