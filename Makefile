@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup demo test test-unit lint type schemas bench clean test-harness test-docker test-slurm test-vllm
+.PHONY: help setup demo test test-unit lint type schemas bench clean test-harness test-docker test-docker-ci test-slurm test-vllm
 
 # $(call need,PROGRAM,PACKAGE): install a Debian package unless its program is there; where that can't be done, say so.
 # Its daemons aren't started: the tests start their own.
@@ -34,11 +34,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/quickstart/demo.py
 
+# $(call twice,SELECTION): run tests; those that failed run once more. Anything but failed tests (exit status 1) is final.
+define twice
+	$(PYTEST) $(1) || { [ $$? -eq 1 ] && $(PYTEST) $(1) --last-failed --last-failed-no-failures none; }
+endef
+
 ## test           lint, types, structure and all tests that CI runs
 # What failed is run once more by itself and both runs are shown: tests that kill servers depend on how busy a machine is.
 CI_TESTS := -m "not docker and not slurm and not vllm and not slow"
+CI_DOCKER := -m "docker and not slow"
 test: $(STAMP) lint type
-	$(PYTEST) $(CI_TESTS) || $(PYTEST) $(CI_TESTS) --last-failed --last-failed-no-failures none
+	$(call twice,$(CI_TESTS))
 
 test-unit: $(STAMP)
 	$(PYTEST) tests/unit
@@ -75,6 +81,13 @@ test-docker: $(STAMP)
 	$(call need,curl,curl)
 	$(call need,git,git)
 	$(PYTEST) -m docker
+
+## test-docker-ci the part of test-docker that CI runs, some minutes: what takes longer is marked slow
+test-docker-ci: $(STAMP)
+	$(call need,dockerd,docker.io)
+	$(call need,busybox,busybox-static)
+	$(call need,curl,curl)
+	$(call twice,$(CI_DOCKER))
 
 ## test-slurm     gateways in a real Slurm (as root; the tests start its daemons on this machine)
 test-slurm: $(STAMP)
