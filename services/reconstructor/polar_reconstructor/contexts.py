@@ -6,7 +6,7 @@ call's whole context is answered from references where they say so, else from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -77,15 +77,6 @@ class Contexts:
         if found is None:
             found = self._bytes[c.id] = self.prompt(c).tobytes()
         return found
-
-    def longest_prompts(self, calls: Iterable[Call]) -> list[Ids]:
-        """The longest prompt of each buffer: whatever stands in a prompt of the calls stands in one of these."""
-        found: dict[int, Call] = {}
-        for c in calls:
-            known = found.setdefault(id(self._buffers[c.id]), c)
-            if c.length > known.length:
-                found[id(self._buffers[c.id])] = c
-        return [self.prompt(c) for c in found.values()]
 
     def highest_id(self) -> int:
         """The largest id of all contexts, negative ones taken as unsigned; 0 where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -91,13 +92,28 @@ def test_a_title_call_is_a_side_and_the_reward_does_not_reach_it() -> None:
 
 
 @pytest.mark.parametrize("stored", ["whole", "by reference"])
-def test_an_output_counts_as_reused_however_the_prompt_that_shows_it_is_stored(stored: str) -> None:
-    """c2's prompt shows the summary within what it shares with c1's context, where c1 had sampled it again."""
-    summary = [41, 42, 43, 44]
+def test_it_does_not_matter_for_reuse_how_prompts_are_stored(stored: str) -> None:
+    """c2's prompt shows the title's words where c1 had sampled them itself; c3's where the harness says them."""
+    title = [41, 42, 43, 44]
     refs: dict[str, Any] = {"base": "c1", "shared": 7} if stored == "by reference" else {}
-    script = Script().started().call("sum", [8, 9], [*summary, E], tools=False)
-    script.call("c1", [1], [40, *summary, 7, E]).call("c2", [1, 40, *summary, 7, 70, 5], [20, E], **refs).ended()
-    assert "sum" not in built(script).excluded
+    script = Script().started().call("title", [8, 9], [*title, E], tools=False)
+    script.call("c1", [1], [40, *title, 7, E]).call("c2", [1, 40, *title, 7, E, 5], [20, E], parent="c1", **refs)
+    assert built(deepcopy(script).ended()).excluded == {"title": "side"}
+    refs = {"base": "c2", "shared": 9} if stored == "by reference" else {}
+    script.call("c3", [1, 40, *title, 7, E, 5, 20, 77, *title], [30, E], **refs).ended()
+    assert built(script).excluded == {}
+
+
+@pytest.mark.parametrize("stored", ["whole", "by reference"])
+def test_a_copy_of_another_calls_sample_is_no_reuse_where_the_engine_renders(stored: str) -> None:
+    """c2 continues c1 by record alone: its prompt shows c1's sample in other ids around the same words."""
+    title = [41, 42, 43, 44]
+    refs: dict[str, Any] = {"base": "c1", "shared": 1} if stored == "by reference" else {}
+    script = Script().started().call("title", [8, 9], [*title, E], tools=False)
+    script.call("c1", [1], [40, *title, 7, E], context="native", chain_class="native")
+    native = {"parent": "c1", "context": "native", "chain_class": "native"}
+    script.call("c2", [1, 60, *title, 7, E, 5], [20, E], **native, **refs).ended()
+    assert built(script).excluded == {"title": "side"}
 
 
 def test_a_call_without_tools_is_no_side_where_no_root_has_any() -> None:

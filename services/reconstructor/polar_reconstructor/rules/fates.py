@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from polar_reconstructor.calls import Call
 from polar_reconstructor.contexts import Contexts
 
@@ -104,7 +102,7 @@ def _sides(calls: Sequence[Call], links: Links, contexts: Contexts, extended: fr
         and i not in extended
         and not is_subagent(calls[i])
         and calls[i].id not in echoed
-        and not _reused(i, calls, contexts)
+        and not _reused(i, calls, links, contexts)
     ]
 
 
@@ -119,10 +117,9 @@ def _tools(calls: Sequence[Call]) -> Mapping[str, bool]:
     return known
 
 
-def _reused(i: int, calls: Sequence[Call], contexts: Contexts) -> bool:
-    """Whether a run of the sample's ids stands in a later prompt and not already in its own one.
-
-    Whole prompts are looked at, so that it doesn't matter how they were stored.
+def _reused(i: int, calls: Sequence[Call], links: Links, contexts: Contexts) -> bool:
+    """Whether a run of the sample's ids is shown to a later call, and not because its own prompt or another call's
+    sample says the same. What is looked at are prompts, however they were stored.
     """
     c = calls[i]
     core = c.sampled[: -1 if c.closed else None]
@@ -132,8 +129,27 @@ def _reused(i: int, calls: Sequence[Call], contexts: Contexts) -> bool:
     own = contexts.prompt(c).tobytes()
     runs = [core[s : s + size].tobytes() for s in range(0, len(core) - size + 1, max(1, size // 2))]
     runs = [run for run in runs if not _holds(own, run)]
-    later = contexts.longest_prompts(calls[i + 1 :]) if runs else []
-    return any(_holds(prompt, run) for prompt in map(np.ndarray.tobytes, later) for run in runs)
+    later = range(i + 1, len(calls)) if runs else ()
+    others = [calls[k].sampled.tobytes() for k in later]
+    alone = [run for run in runs if not any(_holds(sample, run) for sample in others)]
+    for k in later:
+        start, whole = _shown_from(k, calls, links, contexts)
+        shown = contexts.prompt(calls[k])[start:].tobytes()
+        if any(_holds(shown, run) for run in (runs if whole else alone)):
+            return True
+    return False
+
+
+def _shown_from(k: int, calls: Sequence[Call], links: Links, contexts: Contexts) -> tuple[int, bool]:
+    """Where in call k's prompt begins what the call it continues wasn't shown, and whether that call's sample is left
+    out: without an exact parent, copies of earlier samples stand among what was said.
+    """
+    parent, said = links.parent[k], links.recorded[k]
+    if parent is not None:
+        return calls[parent].context_length, True
+    if said is not None and contexts.starts_with_prompt(calls[k], calls[said]):
+        return calls[said].length, False
+    return 0, False
 
 
 def _holds(haystack: bytes, run: bytes) -> bool:
