@@ -5,13 +5,13 @@ A long session has hundreds of columns; building validated models for them would
 
 from __future__ import annotations
 
-from binascii import a2b_base64
 from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from pybase64 import b64decode
 from zstandard import frame_content_size
 
 from polar_common.errors import BlobError, TraceError
@@ -55,7 +55,7 @@ def _numbers(
         raise TraceError(f"completion {completion}, {label}: a column of {count!r} numbers")
     size = count * 4
     try:
-        body = blobs[blob_of(column)] if data is None else a2b_base64(data, strict_mode=True)
+        body = blobs[blob_of(column)] if data is None else b64decode(data, validate=True)
         if frame_content_size(body) > size:
             raise BlobError(f"completion {completion}, {label}: the column says {count} numbers and holds more")
         raw = _decompress(body, size or 1)
