@@ -13,8 +13,8 @@ from typing import Any, Literal
 import orjson
 
 from .bus import Bus
-from .bus.read import direct_get, leader_get
-from .errors import Conflict
+from .bus.read import Stored, direct_get, leader_get
+from .errors import Conflict, Poison
 from .ids import FIRST_SEGMENT
 from .topology import CATALOGUE, events_stream
 
@@ -35,10 +35,14 @@ class Catalogue:
         found = await direct_get(self._bus.nc, CATALOGUE, [f"{_PREFIX}.segment.*.opened"])
         return [FIRST_SEGMENT, *(s.subject.split(".")[3] for s in found)]
 
+    async def kept(self) -> list[str]:
+        """Those that aren't dropped."""
+        return [s for s in await self.segments() if not await self.has(s, "dropped")]
+
     async def facts(self, segment: str) -> dict[str, dict[str, Any]]:
-        """What became of a segment: fact → details."""
+        """What became of a segment: fact → details. Raises Poison for one that can't be read."""
         found = await direct_get(self._bus.nc, CATALOGUE, [f"{_PREFIX}.segment.{segment}.*"])
-        return {s.subject.rpartition(".")[2]: orjson.loads(s.body) for s in found}
+        return {s.subject.rpartition(".")[2]: _details(s) for s in found}
 
     async def has(self, segment: str, fact: Fact) -> bool:
         """Asked of the leader, so never stale."""
@@ -75,4 +79,14 @@ class Catalogue:
             if await leader_get(self._bus.nc, events_stream(segment), subject) is not None:
                 return segment
         dropped = await leader_get(self._bus.nc, CATALOGUE, f"{_PREFIX}.task.{name}")
-        return "" if dropped is None else str(orjson.loads(dropped.body)["segment"])
+        return "" if dropped is None else str(_details(dropped).get("segment"))
+
+
+def _details(stored: Stored) -> dict[str, Any]:
+    try:
+        details = orjson.loads(stored.body)
+    except orjson.JSONDecodeError as error:
+        raise Poison(f"{stored.subject} can't be read: {error}") from error
+    if not isinstance(details, dict):
+        raise Poison(f"{stored.subject} holds no fact")
+    return details

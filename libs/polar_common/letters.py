@@ -19,7 +19,7 @@ from .bus.read import Stored
 from .errors import ConfigError, Poison
 from .ids import new_id
 
-__all__ = ["Letter", "is_letter", "read_letter", "retry"]
+__all__ = ["Letter", "is_letter", "read_letter", "read_note", "retry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,14 @@ def read_letter(stored: Stored) -> Letter:
         )
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise Poison(f"{stored.subject} isn't a dead letter: {error!r}") from error
+
+
+def read_note(stored: Stored) -> int:
+    """The number of the letter that a note of a retry is about. Raises Poison for anything else."""
+    try:
+        return int(orjson.loads(stored.body)["retried"])
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise Poison(f"{stored.subject} is no note of a retry: {error!r}") from error
 
 
 async def retry(bus: Bus, letters: Iterable[Letter]) -> None:

@@ -20,11 +20,14 @@ from nats.aio.msg import Msg
 
 from polar_common import subjects
 from polar_common.bus import Bus
+from polar_common.bus.poison import bury
 from polar_common.bus.pull import Pull
-from polar_common.errors import BlobError, BusError, ConfigError, TraceError, Unavailable
+from polar_common.bus.read import from_delivery
+from polar_common.errors import BlobError, BusError, ConfigError, FromTheFuture, Poison, TraceError, Unavailable
 from polar_common.events import ConsumedTrace, TaskAccepted, TrainerConsumed, TrainerDemanded
 from polar_common.ids import FIRST_SEGMENT
 from polar_common.topology import TRACES, trainer_consumer
+from polar_common.trace_messages import read_message
 from polar_common.traces import GroupTraces
 
 from .groups import Group, load_group
@@ -247,11 +250,31 @@ class TraceStream:
         self._messages[sequence] = message
         if known or not self._progress.arrived(sequence):
             return
-        waiting = _Waiting(sequence, GroupTraces.model_validate_json(message.data))
+        closed = await self._read(message)
         message.data = b""
+        if closed is None:
+            return
+        waiting = _Waiting(sequence, closed)
         if self.accept.order != "fifo":
             await self._describe(waiting)
         self._waiting[sequence] = waiting
+
+    async def _read(self, message: Msg) -> GroupTraces | None:
+        """A closing; None for what isn't one, which is buried and dropped, and for a newer version's, which stays open:
+        the floor doesn't pass it, so an upgraded trainer gets it from its checkpoint."""
+        sequence = message.metadata.sequence.stream
+        try:
+            return read_message(GroupTraces, message.data)
+        except FromTheFuture as error:
+            _log.error(
+                "parked: a newer version wrote this; upgrade the trainer", subject=message.subject, error=str(error)
+            )
+        except Poison as error:
+            _log.error("a closing can't be read", subject=message.subject, error=str(error))
+            await bury(self.bus, self._spec.durable, TRACES, from_delivery(message), error)
+            self.dropped["unreadable"] += 1
+            self._progress.drop(sequence)
+        return None
 
     async def _describe(self, waiting: _Waiting) -> None:
         stored = await self.bus.last(subjects.task(waiting.closed.task, "accepted"))

@@ -68,7 +68,7 @@ async def active(bus: Bus) -> tuple[str, list[str]]:
     """The segment that a house has to serve, and all that aren't dropped: the oldest in which something is left to
     happen, else the open one."""
     catalogue = Catalogue(bus)
-    there = [s for s in await catalogue.segments() if not await catalogue.has(s, "dropped")]
+    there = await catalogue.kept()
     for segment in there[:-1]:
         if not await catalogue.has(segment, "sealed") and not (await survey(bus, segment)).quiet:
             return segment, there

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import nats.errors
 import structlog
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.errors import NotFoundError
 
-from polar_common.errors import BusError, Unavailable
+from polar_common.errors import BusError, NotFound, Unavailable
 
 from .client import Bus
 from .pull import Pull
@@ -66,7 +67,10 @@ async def follow(
 async def scan(
     bus: Bus, stream: str, filters: Sequence[str], *, after: int = 0, until: int = 0
 ) -> AsyncIterator[Stored]:
-    """Messages that match and are there now, in order, from `after` + 1 up to `until` (0: the newest); then it ends."""
+    """Messages that match and are there now, in order, from `after` + 1 up to `until` (0: the newest); then it ends.
+
+    Raises NotFound where there is no such stream, Unavailable if the connection is closed meanwhile.
+    """
     position = after
     while True:
         pull: Pull | None = None
@@ -82,6 +86,8 @@ async def scan(
                 yield stored
                 if not pending or position == until:
                     return
+        except NotFoundError as error:
+            raise NotFound(f"there is no stream {stream}") from error
         except (BusError, nats.errors.Error, TimeoutError) as error:
             if bus.nc.is_closed:
                 raise Unavailable(f"{stream}: the connection was closed while reading") from error

@@ -6,7 +6,6 @@ import base64
 from collections import Counter
 from typing import Annotated, Any
 
-import orjson
 import typer
 
 from polar_common import subjects
@@ -14,7 +13,7 @@ from polar_common.bus import Bus, scan
 from polar_common.bus.read import Stored
 from polar_common.catalogue import Catalogue
 from polar_common.errors import ConfigError, FromTheFuture, Poison
-from polar_common.letters import Letter, is_letter, read_letter, retry
+from polar_common.letters import Letter, is_letter, read_letter, read_note, retry
 from polar_common.permissions import ADMIN
 from polar_common.session_state import SessionState
 from polar_common.topology import DLQ, events_stream
@@ -42,8 +41,9 @@ def list_(
     """
 
     async def work(bus: Bus) -> list[dict[str, Any]]:
-        letters, retried = await _letters(bus)
+        letters, retried, unreadable = await _letters(bus)
         rows = [_row(x, retried) for x in letters if not consumer or x.consumer == consumer]
+        rows += [r for r in unreadable if not consumer or r["consumer"] == consumer]
         return rows + (await _parked(bus) if parked else [])
 
     rows = with_bus(data, work)
@@ -56,16 +56,29 @@ def list_(
         console.print("no dead letters", markup=False)
 
 
-async def _letters(bus: Bus) -> tuple[list[Letter], set[int]]:
-    """All of them, and the numbers of those that were offered again."""
+async def _letters(bus: Bus) -> tuple[list[Letter], set[int], list[dict[str, Any]]]:
+    """All of them, the numbers of those that were offered again, and rows of what is neither."""
     letters: list[Letter] = []
     retried: set[int] = set()
+    unreadable: list[dict[str, Any]] = []
     async for stored in scan(bus, DLQ, ["polar.dlq.>"]):
-        if is_letter(stored.subject):
-            letters.append(read_letter(stored))
-        else:
-            retried.add(int(orjson.loads(stored.body)["retried"]))
-    return letters, retried
+        try:
+            if is_letter(stored.subject):
+                letters.append(read_letter(stored))
+            else:
+                retried.add(read_note(stored))
+        except Poison as error:
+            consumer = stored.subject.split(".")[2]
+            row = _blank(stored, "unreadable", str(error))
+            unreadable.append(row | {"number": stored.sequence, "consumer": consumer})
+    return letters, retried, unreadable
+
+
+def _blank(stored: Stored, state: str, reason: str) -> dict[str, Any]:
+    return {
+        "number": None, "state": state, "consumer": "", "subject": stored.subject, "sequence": stored.sequence,
+        "tries": None, "time": stored.time.isoformat(), "reason": reason[:200],
+    }  # fmt: skip
 
 
 def _row(letter: Letter, retried: set[int]) -> dict[str, Any]:
@@ -79,16 +92,12 @@ def _row(letter: Letter, retried: set[int]) -> dict[str, Any]:
 async def _parked(bus: Bus) -> list[dict[str, Any]]:
     """Messages that this code can't read because a newer one wrote them."""
     found = []
-    for segment in await Catalogue(bus).segments():
+    for segment in await Catalogue(bus).kept():
         async for stored in scan(bus, events_stream(segment), [subjects.EVENTS]):
             try:
                 _ = stored.event
             except FromTheFuture as error:
-                row: dict[str, Any] = {
-                    "number": None, "state": "parked", "consumer": "", "subject": stored.subject,
-                    "sequence": stored.sequence, "tries": None, "time": stored.time.isoformat(), "reason": str(error),
-                }  # fmt: skip
-                found.append(row)
+                found.append(_blank(stored, "parked", str(error)))
             except Poison:
                 continue
     return found
@@ -110,7 +119,7 @@ def show(number: Number, data: DataOption = _DATA, json: JsonOption = False) -> 
 
 
 async def _letter(bus: Bus, number: int) -> tuple[Letter, set[int]]:
-    letters, retried = await _letters(bus)
+    letters, retried, _ = await _letters(bus)
     for letter in letters:
         if letter.number == number:
             return letter, retried
@@ -131,7 +140,7 @@ def retry_(
     """
 
     async def work(bus: Bus) -> list[Letter]:
-        letters, _ = await _letters(bus)
+        letters, _, _ = await _letters(bus)
         chosen = [x for x in letters if x.number in (number or ()) or (consumer and x.consumer == consumer)]
         if not chosen:
             raise ConfigError("no such dead letters; see `polar dlq list`", "number")
@@ -159,9 +168,7 @@ def ledger(
 
     async def work(bus: Bus) -> list[dict[str, Any]]:
         states: dict[str, SessionState] = {}
-        for segment in await Catalogue(bus).segments():
-            if await Catalogue(bus).has(segment, "dropped"):
-                continue
+        for segment in await Catalogue(bus).kept():
             pattern = f"polar.events.{segment}.session.{session or '*'}.>"
             async for stored in scan(bus, events_stream(segment), [pattern]):
                 _fold(states, stored)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from pydantic import ValidationError
 
 from polar_common import subjects
 from polar_common.bus.read import Stored
-from polar_common.errors import BlobError
+from polar_common.errors import BlobError, FromTheFuture, Poison
 from polar_common.packing import Column, unpack
+from polar_common.trace_messages import read_message
 from polar_common.traces import GroupTraces, Trace, TraceManifest, trace_hash
 
 from .facts import Facts
@@ -48,13 +48,14 @@ class TraceRecorder:
             return
         try:
             if tokens[-1] == "closed":
-                self._projection(GroupTraces.model_validate_json(stored.body), stored)
+                self._projection(read_message(GroupTraces, stored.body), stored)
             elif tokens[-1] == "manifest":
-                self._manifest(TraceManifest.model_validate_json(stored.body), stored)
+                self._manifest(read_message(TraceManifest, stored.body), stored)
             else:
-                await self._trace(Trace.model_validate_json(stored.body), stored)
-        except ValidationError as error:
-            self._facts.add("unread", self._stream, stored.sequence, stored.subject, str(error)[:300], 0)
+                await self._trace(read_message(Trace, stored.body), stored)
+        except Poison as error:
+            newer = isinstance(error, FromTheFuture)
+            self._facts.add("unread", self._stream, stored.sequence, stored.subject, str(error)[:300], int(newer))
 
     def _add(self, check: str, stored: Stored, detail: str) -> None:
         self._findings.add(Finding(check, stored.subject, detail, stored.sequence))

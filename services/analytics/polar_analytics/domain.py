@@ -38,7 +38,8 @@ from polar_common.events import (
     SessionSealed,
     TrainerConsumed,
 )
-from polar_common.traces import Trace
+from polar_common.trace_messages import read_message
+from polar_common.traces import GroupTraces, Trace, TraceManifest
 
 from .schema import TABLES
 
@@ -424,10 +425,18 @@ _HANDLERS: dict[type[Event], Callable[[Any, Stored], list[tuple[str, Row]]]] = {
 
 
 def project_trace(stored: Stored) -> list[tuple[str, Row]]:
-    """Rows of a message of the trace stream; manifests and closings have none of their own."""
-    if not stored.subject.rpartition(".")[2].isdigit():
+    """Rows of a message of the trace stream; manifests and closings have none of their own, but must be some.
+
+    Raises Poison or FromTheFuture.
+    """
+    last = stored.subject.rpartition(".")[2]
+    if last == "manifest":
+        _ = read_message(TraceManifest, stored.body)
         return []
-    t = Trace.model_validate_json(stored.body)
+    if last == "closed":
+        _ = read_message(GroupTraces, stored.body)
+        return []
+    t = read_message(Trace, stored.body)
     trained = [s for s in t.spans if s.trained]
     return [
         _row(

@@ -53,17 +53,21 @@ class Weights:
 
         The log may be later than the proxy, or between two leaders: it is asked until it answers.
         """
-        config = spec.config()
-        config.max_ack_pending = 1
         while not stop.is_set():
             try:
-                await self._bus.js.add_consumer(spec.stream, config)
+                await self._one_at_a_time(spec)
                 return
             except (BusError, nats.errors.Error) as error:
                 if self._bus.nc.is_closed:
                     return
                 _log.warning("weights can't be followed yet", consumer=spec.durable, error=repr(error))
                 await asyncio.sleep(_AGAIN_S)
+
+    async def _one_at_a_time(self, spec: ConsumerSpec) -> None:
+        """Create or update a consumer: one update under way, beside what is parked."""
+        config = spec.config()
+        config.max_ack_pending = 1 + len(self._parked)
+        await self._bus.js.add_consumer(spec.stream, config)
 
     async def follow(self) -> None:
         """Learn of published and activated versions, for ever."""
@@ -74,6 +78,8 @@ class Weights:
             try:
                 event = stored.event
             except FromTheFuture as error:
+                if stored.subject.endswith(".published"):
+                    self._parked.add(stored.sequence)
                 _log.error("a newer version wrote this; upgrade the proxy", subject=stored.subject, error=str(error))
                 continue
             except Poison as error:
@@ -105,7 +111,12 @@ class Weights:
         """Update one replica whenever its lease is ours."""
 
         async def handle(lease: Lease) -> None:
-            event = lease.stored.event
+            try:
+                event = lease.stored.event
+            except FromTheFuture:
+                self._parked.add(lease.stored.sequence)
+                await self._one_at_a_time(spec)
+                raise
             if isinstance(event, PolicyPublished):
                 await self._update(replica, event)
 
