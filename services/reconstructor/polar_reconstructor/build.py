@@ -53,6 +53,7 @@ class Built:
 
     selection: Selection
     rules: RuleSet
+    rules_hash: str
     traces: list[BuiltTrace]
     excluded: dict[str, str]
     first: int
@@ -123,8 +124,9 @@ def build_session(
     drafts, short = long_enough((d for chain in chains for d in assemble(chain, view)), rules.min_action_tokens)
     excluded |= dict(view.excluded) | left | short
     _check(calls, drafts, excluded)
-    traces = _named(drafts, view, selection, rules)
-    return _account(selection, rules, traces, excluded, calls)
+    rules_hash = rules.hash
+    traces = _named(drafts, view, selection, rules_hash)
+    return _account(selection, rules, rules_hash, traces, excluded, calls)
 
 
 def _number(calls: list[Call], cut: list[Aborted]) -> None:
@@ -186,10 +188,9 @@ def name_trace(draft: Draft, rules_hash: str) -> str:
     return digest.hexdigest()
 
 
-def _named(drafts: list[Draft], view: View, selection: Selection, rules: RuleSet) -> list[BuiltTrace]:
-    rules_hash = rules.hash
+def _named(drafts: list[Draft], view: View, selection: Selection, rules_hash: str) -> list[BuiltTrace]:
     last = max((c.number for c in view.calls), default=-1)
-    if rules.rule == "tree":
+    if view.rules.rule == "tree":
         placed = tree.encode(drafts)
     else:
         placed = [(draft, None) for draft in drafts]
@@ -224,13 +225,19 @@ def _spawned(draft: Draft, calls: Sequence[Call]) -> tuple[int, str]:
 
 
 def _account(
-    selection: Selection, rules: RuleSet, traces: list[BuiltTrace], excluded: dict[str, str], calls: list[Call]
+    selection: Selection,
+    rules: RuleSet,
+    rules_hash: str,
+    traces: list[BuiltTrace],
+    excluded: dict[str, str],
+    calls: list[Call],
 ) -> Built:
     spans = [span for t in traces for span in t.draft.spans if span["trained"]]
     sequences = [c.sequence for c in calls]
     return Built(
         selection=selection,
         rules=rules,
+        rules_hash=rules_hash,
         traces=traces,
         excluded=dict(sorted(excluded.items())),
         first=min(sequences, default=selection.until),

@@ -240,7 +240,7 @@ def blobs_wanted(doc: Document) -> list[Wanted]:
         ("prompt", new), ("sampled", doc.get("sampled")), ("logprobs", doc.get("logprobs")), ("head", doc.get("head")),
     ):  # fmt: skip
         if isinstance(holder, dict) and "blob" in holder and blob_of(holder):
-            found.append(Wanted(holder["blob"], f"completion {doc.get('completion')}, {label}"))  # type: ignore[index]
+            found.append(Wanted(holder["blob"], f"completion {doc.get('completion')}, {label}"))
     return found
 
 
