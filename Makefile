@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup demo test test-unit lint type schemas bench clean test-harness test-docker test-docker-ci test-slurm test-vllm
+.PHONY: help setup demo test test-unit lint type schemas bench clean test-harness test-docker test-docker-ci test-slurm test-vllm fuzz
 
 # $(call need,PROGRAM,PACKAGE): install a Debian package unless its program is there; where that can't be done, say so.
 # Its daemons aren't started: the tests start their own.
@@ -94,6 +94,10 @@ test-slurm: $(STAMP)
 	$(call need,munged,munge)
 	$(call need,slurmctld,slurm-wlm)
 	$(PYTEST) -m slurm
+
+## fuzz           20,000 broken requests against a proxy, some minutes (CI sends 800)
+fuzz: $(STAMP)
+	$(PYTEST) -m slow tests/integration/test_proxy_fuzz.py
 
 ## test-vllm      the proxy on a real vLLM on the CPU, installed into .venv-vllm (3.5 GB)
 test-vllm: $(STAMP)

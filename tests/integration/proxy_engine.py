@@ -106,6 +106,7 @@ class ScriptedEngine:
         self.version = "v0"
         self.calls: list[str] = []
         self.down = False
+        self.window = 32768
         self.local = False
         """Calls itself the local engine, which takes no grammars."""
         self.sees = False
@@ -159,7 +160,7 @@ class ScriptedEngine:
             await self._runner.cleanup()
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": 32768}]})
+        return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": self.window}]})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.down else 200)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 import pytest
 from proxy_engine import Say, ScriptedEngine
@@ -155,110 +151,6 @@ async def test_images_are_refused_or_become_a_recorded_placeholder(
         event = (await other.captured())[0].event
         assert event.dropped == ("messages[0].image",) and event.context_faithful is False
         assert event.additions == ("image_placeholder",)
-
-
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {
-        "model": "m", "stream": False, "n": 1, "temperature": 1, "max_tokens": 9, "stop": ["x"],
-        "messages": [
-            {"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]},
-            {"role": "assistant", "content": None, "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
-            {"role": "tool", "tool_call_id": "c1", "content": "r"},
-        ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
-    },
-    "/v1/messages": {
-        "model": "m", "max_tokens": 9, "stream": False, "system": [{"type": "text", "text": "s"}],
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "h", "signature": "s"},
-                                              {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
-            {"role": "user", "content": [
-                {"type": "tool_result", "tool_use_id": "t", "content": "r", "is_error": True}]},
-        ],
-        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "stop_sequences": ["x"],
-    },
-    "/v1/responses": {
-        "model": "m", "stream": False, "instructions": "s", "max_output_tokens": 9,
-        "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
-            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "r"},
-        ],
-        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}, {"type": "custom", "name": "p"}],
-    },
-    "/v1beta/models/g:generateContent": {
-        "systemInstruction": {"parts": [{"text": "s"}]},
-        "contents": [
-            {"role": "user", "parts": [{"text": "q"}]},
-            {"role": "model", "parts": [{"functionCall": {"name": "f", "args": {"a": 1}}}]},
-            {"role": "user", "parts": [{"functionResponse": {"name": "f", "response": {"o": "r"}}}]},
-        ],
-        "tools": [{"functionDeclarations": [{"name": "f", "parametersJsonSchema": {"type": "object"}}]}],
-        "generationConfig": {"maxOutputTokens": 9, "stopSequences": ["x"]},
-    },
-}  # fmt: skip
-STRANGE: list[Any] = [
-    None, True, 0, -1, 1.5, 1e308, 2**70, "", "x", "\ud800", "\0", [], [[]], {}, {"a": []}, "💥" * 50, ["x"] * 40,
-]  # fmt: skip
-
-
-def mutated(body: Any, rng: random.Random) -> Any:
-    """One or a few places changed: removed, doubled, exchanged for something strange."""
-    copy = orjson.loads(orjson.dumps(body))
-    for _ in range(rng.randint(1, 3)):
-        place = copy
-        while True:
-            keys: list[Any] = list(place) if isinstance(place, dict) else list(range(len(place)))
-            if not keys:
-                break
-            key = rng.choice(keys)
-            if isinstance(place[key], dict | list) and place[key] and rng.random() < 0.7:
-                place = place[key]
-                continue
-            what = rng.random()
-            if what < 0.6:
-                place[key] = deepcopy(rng.choice(STRANGE))
-            elif what < 0.8:
-                del place[key]
-            elif isinstance(place, list):
-                place.append(place[key])
-            else:
-                place[f"{key}x"] = place[key]
-            break
-    return copy
-
-
-def written(body: Any, rng: random.Random) -> bytes:
-    raw = json.dumps(body).encode("utf-8", "surrogatepass")
-    if rng.random() < 0.1:
-        at = rng.randrange(len(raw))
-        raw = raw[:at] + bytes([rng.randrange(256)]) + raw[at + rng.randint(0, 3) :]
-    return raw
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_mutated_requests_are_answered_in_the_right_shape_and_leave_no_slot(
-    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, seed: int
-) -> None:
-    rng = random.Random(seed)
-    async with settled(model_dir, nats_server, bus, tmp_path, proxy_session_rate=100_000) as proxy:
-        keys = [session_key(session=f"s1-abcdefghij0123456789-{n}", calls=100_000) for n in range(4)]
-        for number in range(250):
-            path, body = rng.choice(list(BODIES.items()))
-            raw = written(mutated(body, rng), rng)
-            try:
-                response = await proxy.client.post(f"{proxy.base(keys[number % 4])}{path}", content=raw, timeout=20)
-            except httpx.HTTPError as error:
-                raise AssertionError(raw) from error
-            assert response.status_code < 500, (response.status_code, response.text, raw)
-            if response.status_code != 200:
-                told = response.json()
-                assert "error" in told or told.get("type") == "error" or isinstance(told, list), (told, raw)
-        assert proxy.proxy.service is not None and proxy.proxy.service.count_running == 0
-        assert all(not s.index.live for s in proxy.proxy.service.sessions.values())
-        assert (await proxy.chat([user("go")])).status_code == 200
 
 
 async def test_the_scripted_engine_gives_its_ids_to_nobody_else(proxy: Kit) -> None:

@@ -190,7 +190,9 @@ class Call:
                         yield -1, Chunk()
                 finally:
                     await cancel_and_wait(first)
-                yield 0, first.result()
+                if isinstance(told := first.result(), EngineError):
+                    raise told
+                yield 0, told
                 async for chunk in stream:
                     yield 0, chunk
             return
@@ -329,11 +331,14 @@ class Call:
         self.session.settle()
 
 
-async def _next(stream: AsyncIterator[Chunk]) -> Chunk:
+async def _next(stream: AsyncIterator[Chunk]) -> Chunk | EngineError:
+    """The first chunk, or why there is none: a refusal is told to the harness, and no fault of ours to log."""
     try:
         return await anext(stream)
+    except EngineError as error:
+        return error
     except StopAsyncIteration:
-        raise EngineDown("the engine's stream was empty") from None
+        return EngineDown("the engine's stream was empty")
 
 
 class _Outlet:

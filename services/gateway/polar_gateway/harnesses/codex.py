@@ -57,7 +57,8 @@ class Codex(Harness):
                 "base_url": f"{ctx.base_url}/v1",
                 "env_key": "POLAR_API_KEY",
                 "wire_api": "responses",
-                "request_max_retries": ctx.retries,
+                # Its two kinds of retries multiply; those of the stream cover a refused request too.
+                "request_max_retries": 0,
                 "stream_max_retries": ctx.retries,
                 "stream_idle_timeout_ms": int(ctx.call_timeout_s * 1000),
             },
