@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import uvloop
 
 from polar_common.bus import Stored
 from polar_common.events import GroupClosed, SessionArtifacts, SessionCancelled, SessionFailed
@@ -45,4 +45,4 @@ def build_service(settings: ReconstructorSettings) -> Service:
 def run(argv: list[str] | None = None) -> None:
     """Entry point of `polar run-service reconstructor`."""
     service = build_service(ReconstructorSettings())
-    asyncio.run(service.run())
+    uvloop.run(service.run())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+import uvloop
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -63,7 +63,7 @@ def _with_bus(data: Path | None, work: Callable[[Bus], Awaitable[T]]) -> T:
         finally:
             await bus.close()
 
-    return asyncio.run(run())
+    return uvloop.run(run())
 
 
 def _time(text: str, option: str) -> datetime | None:

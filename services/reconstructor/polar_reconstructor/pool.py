@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+import uvloop
+
 from polar_common.bus import Bus, Stored
 from polar_common.errors import Unavailable
 
@@ -91,7 +93,7 @@ class _Process:
     """What a worker process keeps between batches."""
 
     def __init__(self, url: str, build: str, rules: str, dry: bool, archive: Path | None) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         bus = self.loop.run_until_complete(Bus.connect(url, "replay"))
         # Whoever started the processes has checked it.
         blob = None if archive is None else Archived(archive, check=False).blob
