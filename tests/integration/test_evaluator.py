@@ -109,6 +109,15 @@ async def test_exit_code_and_answer_decide(bus: Bus, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run" / "evaluations") == []
 
 
+@pytest.mark.parametrize("answer", [bytes(range(128, 256)) * 4000, b"\0" * 500_000, "é€🦓".encode() * 50_000])
+async def test_any_bytes_may_be_an_answer(bus: Bus, tmp_path: Path, answer: bytes) -> None:
+    """An environment variable holds text, and less of it; the file holds it all."""
+    check = {"command": f'test "$(wc -c < "$POLAR_ANSWER_FILE")" = {len(answer)} && test ${{#POLAR_ANSWER}} -le 100000'}
+    async with evaluator(bus, tmp_path):
+        verdict = await evaluated(bus, await ended(bus, task(check), answer=answer))
+    assert verdict.outcome == "passed", verdict
+
+
 async def test_the_patch_is_applied_to_a_clean_copy_and_our_files_win(bus: Bus, tmp_path: Path) -> None:
     spec = task(
         {"command": "sh test.sh", "files": {"test.sh": "grep -q fixed code.txt && grep -q made prepared.txt"}},

@@ -40,13 +40,12 @@ class CommandEvaluator(Evaluator):
             await runtime.upload({answer: case.answer})
             if spec.reward_file:
                 await runtime.exec(["rm", "-rf", "--", f"{runtime.workdir}/{spec.reward_file}"], timeout=30)
-            text = case.answer[:_MAX_ENV].decode(errors="replace").replace("\0", "")
             ran = await run(
                 runtime,
                 ["/bin/sh", "-c", spec.command],
                 timeout=spec.timeout_s,
                 log_bytes=case.log_bytes,
-                env={"POLAR_ANSWER": text, "POLAR_ANSWER_FILE": answer},
+                env={"POLAR_ANSWER": _env_text(case.answer), "POLAR_ANSWER_FILE": answer},
             )
             passed = ran.exit_code == 0 and not ran.trouble
             reward, traces = await self._reward(runtime, spec, passed)
@@ -70,6 +69,12 @@ class CommandEvaluator(Evaluator):
                 raise EvaluationError(f"the command passed without writing {spec.reward_file}")
             return None, {}
         return parse_reward(found[spec.reward_file])
+
+
+def _env_text(answer: bytes) -> str:
+    """What one environment string can carry: a byte that isn't UTF-8 takes three as the sign that replaces it."""
+    text = answer[:_MAX_ENV].decode(errors="replace").replace("\0", "")
+    return text.encode()[:_MAX_ENV].decode(errors="ignore")
 
 
 def parse_reward(body: bytes) -> tuple[float, dict[str, float]]:
