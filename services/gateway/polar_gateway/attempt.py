@@ -47,7 +47,7 @@ __all__ = ["Attempt", "about"]
 
 _TAIL = 4000
 _KILL_S = 30.0
-_COLLECT_S = 60.0
+_COLLECT_S, _COLLECT_LEAST_S = 60.0, 5.0
 _log = structlog.get_logger(__name__)
 
 
@@ -227,9 +227,12 @@ class Attempt:
         runtime, found = self._preparation.runtime, Artifacts()
         if runtime is None:
             return found, ending
+        left = self._house.clock.monotonic(self.deadlines.attempt) - time.monotonic()
+        limit = max(_COLLECT_LEAST_S, min(_COLLECT_S, left))
         try:
-            async with asyncio.timeout(_COLLECT_S):
-                found = await collect(
+            async with asyncio.timeout(limit):
+                await collect(
+                    found,
                     runtime,
                     self._house.blobs,
                     key=self._key,
@@ -240,7 +243,7 @@ class Attempt:
                     started=self._end is not None,
                 )
         except TimeoutError:
-            found.trouble, found.exhausted = f"collecting took more than {_COLLECT_S:.0f} s", "disk"
+            found.trouble, found.exhausted = f"collecting took more than {limit:.0f} s", "disk"
         except Unavailable as error:
             return found, replace(ending, fault="infra", cause=error.cause, detail=str(error))
         if found.trouble and ending.fault == "none" and not ending.cancelled:

@@ -32,6 +32,7 @@ class Artifacts:
 
 
 async def collect(
+    found: Artifacts,
     runtime: Runtime,
     blobs: Blobs,
     *,
@@ -41,19 +42,18 @@ async def collect(
     files: Sequence[str] = (),
     files_bytes: int = 64 << 20,
     started: bool = True,
-) -> Artifacts:
-    """Store everything. `started`: the harness ran, so the working directory is its work.
+) -> None:
+    """Store everything and fill `found`, first with what needs no look at the agent's files, which may take for ever.
 
-    What the agent made unreadable or too large is left out and named; only the blob store's own failures are raised.
+    `started`: the harness ran, so the working directory is its work. What the agent made unreadable or too large is
+    left out and named; only the blob store's own failures are raised.
     """
-    found = Artifacts()
+    found.log = await _store(blobs, redact(log, key), "text/plain")
+    found.answer = await _store(blobs, redact(answer, key), "text/plain")
     if started:
         found.patch = await _store(blobs, redact(await _patch(runtime, found), key), "text/x-diff")
         for path, content in (await _files(runtime, files, files_bytes, found)).items():
             found.files[path] = await blobs.put(redact(content, key))
-    found.log = await _store(blobs, redact(log, key), "text/plain")
-    found.answer = await _store(blobs, redact(answer, key), "text/plain")
-    return found
 
 
 async def _store(blobs: Blobs, body: bytes, media_type: str) -> BlobRef | None:
