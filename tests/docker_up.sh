@@ -1,6 +1,7 @@
 #!/bin/sh
 # A Docker daemon of the tests' own: private socket, data root and no bridge, so that it touches no other daemon's
 # containers and no firewall rule.   docker_up.sh [start|status|stop]   prints the daemon's DOCKER_HOST.
+# docker_up.sh able   says why no daemon can run on this machine at all, as in a container without privileges.
 # Needs root and the dockerd binary (Debian: docker.io). POLAR_TEST_DOCKER names another directory than the default.
 set -eu
 dir="${POLAR_TEST_DOCKER:-/tmp/polar-test-docker}"
@@ -43,8 +44,13 @@ stop)
         umount "$dir/data" 2>/dev/null || true
     fi
     ;;
+able)
+    [ "$(id -u)" = 0 ] || { echo "a Docker daemon needs root"; exit 1; }
+    unshare --mount --net --pid --fork true 2>/dev/null || { echo "root may make no namespaces here"; exit 1; }
+    [ -w /sys/fs/cgroup ] || { echo "/sys/fs/cgroup can't be written"; exit 1; }
+    ;;
 *)
-    echo "usage: docker_up.sh [start|status|stop]" >&2
+    echo "usage: docker_up.sh [start|status|stop|able]" >&2
     exit 2
     ;;
 esac

@@ -1,4 +1,4 @@
-"""The house that end-to-end tests share."""
+"""The houses that end-to-end tests share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dock_kit import Dock, dock_house
 from house_kit import Live, running_house
 
 
@@ -17,3 +18,10 @@ def scripted_house() -> Iterator[Live]:
         data = Path(directory) / "house"
         with running_house(data, "--model", "tiny", "--setting", "POLAR_ENGINE_SCRIPT=file") as live:
             yield live
+
+
+@pytest.fixture(scope="module")
+def dock() -> Iterator[Dock]:
+    """A house with Docker, shared by the tests of a module."""
+    with dock_house() as made:
+        yield made

@@ -5,104 +5,19 @@ The daemon is the tests' own, the images hold neither node nor Python, and the o
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import yaml
-from house_kit import Live, running_house
+from dock_kit import HELLO, Dock, ended
 
 import runtime_docker
 from polar_common.house.layout import House
-from polar_common.ids import new_id
 
 pytestmark = [pytest.mark.docker, pytest.mark.nats, pytest.mark.chdb, pytest.mark.harness, pytest.mark.timeout(600)]
-
-# One model call with what busybox has.
-ASK = """ask() {
-    wget -q -O - --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json" \\
-        --post-data '{"model": "policy", "messages": [{"role": "user", "content": "Say it"}]}' \\
-        "$OPENAI_BASE_URL/chat/completions" || exit 9
-}
-ask
-"""
-HELLO = 'test "$(cat hello.txt)" = hi'
-
-
-@dataclass(frozen=True)
-class Dock:
-    """A house, its daemon and the daemon's directory and images."""
-
-    live: Live
-    host: str
-    directory: Path
-    busybox: str
-    glibc: str
-
-    def run(self, *tasks: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Summary rows by task, `shown` holding the first session; nothing of them may be left with the daemon."""
-        run = f"run-{new_id()[:8]}"
-        path = self.live.data.parent / f"{run}.yaml"
-        path.write_text(yaml.safe_dump({"tasks": list(tasks)}))
-        rows = {r["id"]: r for r in self.live.polar("run", str(path), "--run", run, "--timeout", "400", timeout=450)}
-        for row in rows.values():
-            row["shown"] = self.live.polar("session", "show", row["session_ids"][0])[0]
-        assert self.left() == []
-        return rows
-
-    def left(self) -> list[str]:
-        """Containers, once evaluations and removals had their time."""
-        deadline = time.monotonic() + 30
-        while self.containers() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return self.containers()
-
-    def containers(self) -> list[str]:
-        """All with an attempt's label; the daemon has no other user."""
-        return runtime_docker.containers(self.host)
-
-    def task(self, name: str, script: str, **fields: Any) -> dict[str, Any]:
-        """A script in the busybox image that has called the model once."""
-        runtime = {"kind": "docker", "image": self.busybox} | fields.pop("runtime", {})
-        limits = {"attempt_s": 120, "session_s": 300} | fields.pop("limits", {})
-        return {
-            "id": name, "instruction": "x", "harness": {"name": "command", "args": {"script": ASK + script}},
-            "runtime": runtime, "evaluator": {"kind": "command", "command": HELLO}, "limits": limits, **fields,
-        }  # fmt: skip
-
-    def works(self) -> None:
-        """The next session finds nothing broken."""
-        row = self.run(self.task("next", "echo hi > hello.txt"))["next"]
-        assert row["outcomes"] == {"passed": 1}
-        assert len(row["shown"]["attempts"]) == 1
-
-
-@pytest.fixture(scope="module")
-def dock() -> Iterator[Dock]:
-    directory = Path(tempfile.mkdtemp(prefix="polar-dock-"))
-    try:
-        with runtime_docker.own_daemon(directory) as host, pytest.MonkeyPatch.context() as patch:
-            patch.setenv("DOCKER_HOST", host)
-            busybox, glibc = runtime_docker.busybox_image(host), runtime_docker.glibc_image(host)
-            options = ("--model", "tiny", "--setting", "POLAR_ENGINE_SCRIPT=file")
-            with running_house(directory / "house", *options) as live:
-                yield Dock(live, host, directory, busybox, glibc)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def ended(row: dict[str, Any]) -> dict[str, Any]:
-    """The only attempt of a row's session, whose one call is in a trace."""
-    (attempt,) = row["shown"]["attempts"]
-    assert (row["completions"], row["traces"], row["exact_share"]) == (1, 1, 1.0)
-    return attempt
 
 
 def test_clis_finish_in_an_image_that_has_nothing_of_theirs(dock: Dock) -> None:
@@ -174,6 +89,16 @@ def test_what_daemonises_goes_with_its_container(dock: Dock) -> None:
     dock.works()
 
 
+def test_a_gigabyte_of_output_is_counted_and_capped(dock: Dock) -> None:
+    script = "dd if=/dev/urandom bs=1M count=1000 2>/dev/null; echo hi > hello.txt; echo; echo the end\n"
+    row = dock.run(dock.task("log", script))["log"]
+    assert row["outcomes"] == {"passed": 1}, row["shown"]
+    attempt = ended(row)
+    assert attempt["log_tail"].endswith("\nthe end\n")
+    assert 7 << 20 <= attempt["log"]["size"] <= 9 << 20
+    dock.works()
+
+
 def while_running(dock: Dock, task: dict[str, Any], harm: Callable[[], None]) -> dict[str, Any]:
     """Do harm to a task's container once its script has written `hello.txt` and sleeps."""
     with ThreadPoolExecutor(1) as pool:
@@ -204,6 +129,7 @@ def test_a_container_killed_from_outside_is_judged_for_what_it_did(dock: Dock) -
     dock.works()
 
 
+@pytest.mark.slow
 def test_a_daemon_that_is_restarted_costs_an_attempt(dock: Dock) -> None:
     def restart() -> None:
         runtime_docker.stop_daemon(dock.directory)
