@@ -1,7 +1,12 @@
-"""Whole tasks on a real log, for tests of what reads logs: accepted, tried, built, evaluated and closed."""
+"""Whole tasks on a real log, for tests of what reads logs: accepted, tried, built, evaluated and closed; commands too."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +31,7 @@ from polar_common.events import (
     now,
 )
 from polar_common.ids import FIRST_SEGMENT, sessions_of, task_id
+from polar_common.nats_server import NatsServer
 from polar_common.task_spec import HarnessSpec, TaskSpec
 from polar_reconstructor.handlers import Reconstructor
 from polar_reconstructor.rules import BUILT_IN
@@ -124,3 +130,16 @@ def closing(task: str, sessions: list[str], attempts: int = 1, **changes: Any) -
     )
     fields: dict[str, Any] = {"expected": len(sessions), "terminal": len(sessions), "trainable": len(sessions)}
     return GroupClosed(run="run", task=task, by="complete", members=members, **(fields | changes))
+
+
+def polar(server: NatsServer, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    """A command against the server alone, as JSON lines. `code`: how it has to end."""
+    env = os.environ | {"POLAR_NATS": server.url}
+    argv = [sys.executable, "-m", "polar_common.cli", *arguments, "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+async def command(server: NatsServer, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    return await asyncio.to_thread(polar, server, *arguments, code=code)

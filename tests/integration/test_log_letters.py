@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from log_kit import accepted, attempt, end, lived
+from log_kit import accepted, attempt, command, end, lived, polar
 from tests.scripted_sessions import Script
 
 from polar_common.bus import Bus, Lease, Worker, scan
@@ -21,7 +17,7 @@ from polar_common.letters import is_letter, read_letter, retry
 from polar_common.nats_server import NatsServer
 from polar_common.topology import DLQ, Topology, consumers
 
-pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(240)]
 SPEC = next(c for c in consumers(Topology()) if c.durable == "evaluator")
 
 
@@ -86,19 +82,6 @@ async def test_a_queue_of_work_is_never_set_back(bus: Bus) -> None:
     await working
     with pytest.raises(ConfigError, match="submit its task again"):
         await retry(bus, found)
-
-
-def polar(server: NatsServer, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
-    """A command against the server alone, as JSON lines."""
-    env = os.environ | {"POLAR_NATS": server.url}
-    argv = [sys.executable, "-m", "polar_common.cli", *arguments, "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60, check=False)
-    assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-async def command(server: NatsServer, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
-    return await asyncio.to_thread(polar, server, *arguments, code=code)
 
 
 async def test_commands_on_a_log(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
