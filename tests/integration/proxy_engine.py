@@ -210,14 +210,15 @@ class ScriptedEngine:
             self.journal.append(heard)
         whole = self._answer(heard, self.queue.pop(0) if heard.request_id and self.queue else Say())
         choice = whole["choices"][0]
-        told = {**choice, "message": {"role": "assistant", "content": self.tokenizer.decode(choice["token_ids"])}}
+        said = self.tokenizer.decode(heard.sampled)
+        told = {**choice, "message": {"role": "assistant", "content": said}}
         if not body.get("stream"):
             return web.json_response({**whole, "choices": [told]})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         # The last chunk has an empty delta, and ids all the same.
         opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        last = {**choice, "delta": {}}
+        last = {**choice, "delta": {} if choice["token_ids"] else {"content": said}}
         for event in (
             {"choices": [opening], "prompt_token_ids": heard.prompt},
             {"choices": [last]},
