@@ -3,18 +3,23 @@
 Starts a house with the scripted engine and real harness processes, hands in sessions while random processes are killed
 at random instants, waits until everything has ended, and counts. Lost, doubled: as LOG §10 says. Stuck: a session
 without an end, a build or a closed group.
+
+A long run is bounded in time by `--minutes` and goes on where it was by `--totals FILE`: each run adds its counts
+there, and the next, with another seed, does what is left of `--kills` and `--sessions`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -32,12 +37,14 @@ __all__ = ["ChaosOptions", "Outcome", "main", "run_chaos"]
 
 HARNESS = Path(__file__).with_name("chaos_harness.py")
 SAMPLES = 4
+_SUMMED = ("kills", "sessions", "events", "lost", "doubled", "stuck", "verify_findings", "seconds")
 RUN = "chaos"
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """`pause_s`: mean time between two kills. `settle_s`: how long everything may take to end after the last kill."""
+    """`pause_s`: mean time between two kills. `settle_s`: how long nothing may happen after the last kill until what
+    hasn't ended counts as stuck. `kill_s`: no more kills after so long; then fewer sessions are handed in, too."""
 
     kills: int = 40
     sessions: int = 80
@@ -47,6 +54,7 @@ class ChaosOptions:
     lease_s: float = 4.0
     slots: int = 4
     with_up: bool = True
+    kill_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -135,12 +143,14 @@ class _Work:
 
 
 async def _settled(house: ChaosHouse, work: _Work, callbacks: Callbacks, settle_s: float) -> None:
-    """Wait until every group is closed and told, as far as that comes within `settle_s`."""
-    deadline = time.monotonic() + settle_s
+    """Wait until every group is closed and told, as long as one is within `settle_s`."""
+    deadline, before = time.monotonic() + settle_s, 0
     while time.monotonic() < deadline:
         told = sum(f"{task}.closed" in callbacks.bodies for task in work.tasks)
         if told == len(work.tasks) and await _projected(house, len(work.tasks)):
             return
+        if told > before:
+            deadline, before = time.monotonic() + settle_s, told
         await asyncio.sleep(0.5)
 
 
@@ -168,15 +178,18 @@ def run_chaos(options: ChaosOptions, directory: Path, say: bool = False) -> Outc
         with running(house):
             work = _Work(house, callbacks.url, options)
             done = 0
-            while done < options.kills:
+            while done < options.kills and time.monotonic() - began < options.kill_s:
                 work.hand_in((done + 2) / options.kills)
                 time.sleep(rng.expovariate(1 / options.pause_s))
                 part = house.kill_one(rng, with_up=options.with_up)
                 done += bool(part)
                 if say and part:
-                    print(f"[{time.monotonic() - began:6.1f} s] kill {done}: {part}", file=sys.stderr, flush=True)
+                    told = f"{len(callbacks.bodies)} of {len(work.tasks)} groups told"
+                    at = f"[{time.monotonic() - began:6.1f} s]"
+                    print(f"{at} kill {done} of {options.kills}: {part}; {told}", file=sys.stderr, flush=True)
             last = time.monotonic()
-            work.hand_in(1.0)
+            if done >= options.kills:
+                work.hand_in(1.0)
             counted, verified, settled = asyncio.run(_counted(house, work, callbacks, options))
             return Outcome(options, dict(house.kills), counted, verified, time.monotonic() - began, settled - last)
     finally:
@@ -197,6 +210,25 @@ async def _counted(
     return counted, verified, settled
 
 
+def rest_of(options: ChaosOptions, totals: Path | None) -> tuple[ChaosOptions, dict[str, int]]:
+    """What earlier runs have left of a run's kills and sessions, under a seed of its own; and what they counted."""
+    lines = totals.read_text().splitlines() if totals is not None and totals.exists() else []
+    counted: Counter[str] = Counter()
+    for line in lines:
+        counted.update(orjson.loads(line))
+    kills = max(0, options.kills - counted["kills"])
+    share = -(-kills * options.sessions // max(1, options.kills))
+    sessions = max(share, options.sessions - counted["sessions"])
+    left = replace(options, kills=kills, sessions=sessions, seed=options.seed + len(lines))
+    return left, dict(counted)
+
+
+def _add(totals: Path, outcome: Outcome) -> None:
+    found = {r.name: int(r.value) for r in outcome.results() if r.name in _SUMMED}
+    with totals.open("a") as file:
+        file.write(orjson.dumps(found).decode() + "\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the figures. With `--keep DIR`, the house's directory stays there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -204,20 +236,37 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sessions", type=int, default=80)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, default=2.0, help="mean seconds between two kills")
-    parser.add_argument("--settle", type=float, default=180.0)
+    parser.add_argument("--settle", type=float, default=180.0, help="seconds without progress after which one is stuck")
     parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no more kills after so many")
+    parser.add_argument("--totals", type=Path, help="a file to which each run adds its counts, and does what is left")
     parser.add_argument("--short", action="store_true", help="10 kills")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", default="")
     given = parser.parse_args(argv)
     kills, sessions = (10, 20) if given.short else (given.kills, given.sessions)
-    options = ChaosOptions(kills, sessions, given.seed, given.pause, given.settle, slots=given.slots)
+    wanted = ChaosOptions(
+        kills, sessions, given.seed, given.pause, given.settle, slots=given.slots, kill_s=given.minutes * 60
+    )
+    options, _ = rest_of(wanted, given.totals)
+    if not options.kills:
+        print(f"{given.totals}: {kills} kills are done", file=sys.stderr)
+    else:
+        _once(options, given)
+    if given.totals is not None:
+        counted = rest_of(wanted, given.totals)[1]
+        report([Result(f"all_{name}", counted.get(name, 0), "1") for name in _SUMMED], given.json)
+
+
+def _once(options: ChaosOptions, given: argparse.Namespace) -> None:
     directory = Path(given.keep or tempfile.mkdtemp(prefix="polar-chaos-"))
     try:
         outcome = run_chaos(options, directory, say=not given.json)
         report(outcome.results(), given.json)
         for f in outcome.verified.findings:
             print(orjson.dumps({"check": f.check, "where": f.where, "detail": f.detail}).decode(), file=sys.stderr)
+        if given.totals is not None:
+            _add(given.totals, outcome)
     finally:
         if not given.keep:
             shutil.rmtree(directory, ignore_errors=True)

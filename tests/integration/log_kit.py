@@ -1,4 +1,4 @@
-"""Whole tasks on a real log, for tests of what reads logs: accepted, tried, built, evaluated and closed; commands too."""
+"""Whole tasks on a real log, for tests of what reads logs: accepted, tried, built, evaluated, closed; and commands."""
 
 from __future__ import annotations
 
