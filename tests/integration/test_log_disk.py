@@ -1,0 +1,114 @@
+"""A disk that is really full: a small tmpfs under the server's store, where the tests may mount one (root).
+
+`test_log_server.py` fills a store that its configuration bounds, which runs everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from ingest_fakes import start_edge, task
+from tests.conftest import start_nats
+
+from polar_common.bus import Bus, scan
+from polar_common.errors import BusError, Unavailable
+from polar_common.events import SessionAccepted
+from polar_common.nats_server import NatsConfig, NatsServer, free_port
+from polar_common.topology import Topology, apply, events_stream
+
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(180)]
+STREAM = events_stream("s1")
+
+
+class Disk:
+    """A tmpfs of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def mount(self, megabytes: int) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._do("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(self.path))
+
+    def grow(self, megabytes: int) -> None:
+        self._do("mount", "-o", f"remount,size={megabytes}m", str(self.path))
+
+    def unmount(self) -> None:
+        self._do("umount", str(self.path))
+
+    @staticmethod
+    def _do(*argv: str) -> None:
+        subprocess.run(argv, check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts a tmpfs")
+    with tempfile.TemporaryDirectory(prefix="polar-disk-") as name:
+        made = Disk(Path(name) / "disk")
+        try:
+            made.mount(12)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("this sandbox lets nobody mount a tmpfs")
+        yield made
+        made.unmount()
+
+
+def accepted(number: int) -> SessionAccepted:
+    return SessionAccepted(session=f"s1-f{number}-0", attempt=0, index=0, work_class="x" * 20_000)
+
+
+async def filled(bus: Bus) -> dict[str, int]:
+    """What was acknowledged until the disk was full."""
+    acknowledged: dict[str, int] = {}
+    try:
+        for number in range(2_000):
+            event = accepted(number)
+            acknowledged[event.subject()] = (await bus.once(event)).sequence
+    except Unavailable:
+        assert len(acknowledged) > 50
+        return acknowledged
+    pytest.fail("the disk never was full")
+
+
+async def held(bus: Bus) -> dict[str, int]:
+    return {s.subject: s.sequence async for s in scan(bus, STREAM, [">"])}
+
+
+async def test_a_disk_full_by_a_small_tmpfs_refuses_stops_admission_and_keeps_what_it_acknowledged(disk: Disk) -> None:
+    server = start_nats(disk.path)
+    try:
+        bus = await Bus.connect(server.url, "test/bus")
+        await apply(bus.js, Topology(dlq_bytes=-1))
+        edge = await start_edge(server.url)
+        assert (await edge.client.post("/v1/tasks?run=r", json=task("before"))).status_code == 202
+        acknowledged = await filled(bus)
+        answer = await edge.client.post("/v1/tasks?run=r", json=task("later", instruction="x" * 60_000))
+        assert answer.status_code == 503 and answer.json()["error"], answer.text
+        await edge.kill()
+        await bus.close()
+    finally:
+        server.stop("kill")
+    disk.grow(64)
+    roomier = NatsServer(NatsConfig(data=disk.path / "js", port=free_port(), name="roomier"))
+    roomier.start()
+    try:
+        bus = await Bus.connect(roomier.url, "test/bus")
+        there = await held(bus)
+        assert acknowledged.items() <= there.items()
+        # What was refused may be stored or not, but once.
+        assert (await bus.once(accepted(5_000))).sequence == max(there.values()) + 1
+        edge = await start_edge(roomier.url)
+        assert (await edge.client.post("/v1/tasks?run=r", json=task("later"))).status_code == 202
+        await edge.kill()
+        with suppress(BusError):
+            await bus.close()
+    finally:
+        roomier.stop("kill")
