@@ -117,6 +117,21 @@ def echo(engine: ScriptedEngine) -> Any:
     return script
 
 
+async def nothing_left(proxy: Kit) -> None:
+    """No slot, no call, no replica's place is held; the next call is served."""
+    service = proxy.proxy.service
+    assert service is not None
+    for _ in range(100):
+        if not service.count_running:
+            break
+        await asyncio.sleep(0.05)
+    assert service.count_running == 0 and not service.running
+    assert [r.running for r in service.pool.replicas] == [0]
+    assert all(not s.index.live and not s.running for s in service.sessions.values())
+    proxy.engine.script = lambda heard: Say()
+    assert (await proxy.chat([user("go")])).status_code == 200
+
+
 @pytest.mark.parametrize("count", [800, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 async def test_broken_requests_are_answered_in_shape_and_leave_nothing_behind(
     model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, count: int
@@ -130,10 +145,52 @@ async def test_broken_requests_are_answered_in_shape_and_leave_nothing_behind(
             assert not seen.faults, "\n\n".join(seen.faults[:10])
             # Else nothing would be shown by that nothing of others' came back.
             assert seen.served > count // 5 and seen.refused > count // 20 and seen.marked > count // 10, seen
-            service = proxy.proxy.service
-            assert service is not None and service.count_running == 0 and not service.running
-            assert [r.running for r in service.pool.replicas] == [0]
-            assert all(not s.index.live and not s.running for s in service.sessions.values())
-            assert (await proxy.chat([user("go")])).status_code == 200
+            await nothing_left(proxy)
+    finally:
+        await engine.stop()
+
+
+def trouble(rng: random.Random) -> Any:
+    """An engine that refuses, breaks off, or takes its time."""
+
+    def script(heard: Heard) -> Say:
+        kind = rng.random()
+        if kind < 0.2:
+            return Say(status=rng.choice((400, 429, 500, 503)), headers={"retry-after": "1"})
+        cut = rng.randrange(8) if kind < 0.4 else None
+        return Say("some words that take a while", chunk=1, cut=cut, delay_s=0.02 if kind > 0.7 else 0.0)
+
+    return script
+
+
+async def test_an_engine_in_trouble_and_clients_that_leave_hold_nothing(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    """A 5xx is the engine's own then; whatever ends a call, its slot and its replica's place are free again."""
+    engine, statuses = ScriptedEngine(model_dir), set[int]()
+    engine.script = trouble(random.Random(1))
+    await engine.start()
+    try:
+        async with kit(model_dir, nats_server.url, bus, tmp_path, engine, proxy_session_rate=1e6) as proxy:
+
+            async def one(number: int) -> None:
+                rng, requests = random.Random(number), whole(MARKS[number])
+                key = session_key(f"{TASK}-{number}", calls=10**9)
+                for _ in range(50):
+                    request = rng.choice(requests)
+                    url = f"{proxy.base(key)}{request.path}?{request.query}"
+                    patience = rng.choice((0.02, 0.1, 20, 20))
+                    try:
+                        answer = await proxy.client.post(
+                            url, content=request.body, headers=request.headers, timeout=patience
+                        )
+                    except httpx.TimeoutException:
+                        assert patience < 1
+                        continue
+                    statuses.add(answer.status_code)
+
+            await asyncio.gather(*(one(n) for n in range(len(MARKS))))
+            assert {200, 400, 429} <= statuses and statuses <= {200, 400, 429, 500, 502, 503}
+            await nothing_left(proxy)
     finally:
         await engine.stop()

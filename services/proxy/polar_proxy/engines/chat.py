@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from polar_common.errors import EngineDown, EngineRefused
+from polar_common.errors import EngineDown, EngineError, EngineRefused
 from polar_render.messages import Image, Json, Message, Part, Text, Thinking, ToolCall, ToolSpec
 
 from .base import Capabilities, Chunk, GenerateRequest
@@ -197,7 +197,7 @@ class VllmChatEngine(VllmEngine):
         return replace(found, images=await self._takes_images())
 
     async def _takes_images(self) -> bool:
-        """Whether the model sees pictures: nothing lists it, so it is shown one."""
+        """Whether the model sees pictures: nothing lists it, so it is shown one. However it refuses, it doesn't."""
         picture: Json = {"type": "image_url", "image_url": {"url": _PICTURE}}
         body = {
             "model": self.model, "messages": [{"role": "user", "content": [picture, {"type": "text", "text": "x"}]}],
@@ -205,7 +205,7 @@ class VllmChatEngine(VllmEngine):
         }  # fmt: skip
         try:
             await self._wire.ask("/v1/chat/completions", orjson.dumps(body))
-        except EngineRefused:
+        except EngineError:
             return False
         return True
 
