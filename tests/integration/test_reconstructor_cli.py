@@ -76,7 +76,8 @@ async def test_replay_and_the_builds_it_makes(house: list[Script]) -> None:
     (same,) = await polar("build", "diff", "live", "again")
     assert same["same_traces"] == 4 and same["changes"] == []
     (shown,) = await polar("build", "show", "live")
-    assert shown["tokens"] == 14 and shown["excluded"] == {}
+    assert shown["tokens"] == 14 and shown["excluded"] == {} and shown["traces_per_session"] == 2.0
+    assert shown["chain_classes"] == {"root": 2, "branch": 2} and shown["drift"] == {}
 
 
 async def test_rules_from_a_file_and_typing_errors_in_it(house: list[Script], tmp_path: Path) -> None:

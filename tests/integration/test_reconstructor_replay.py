@@ -6,13 +6,14 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.scripted_sessions import Script
 
 from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, Unavailable
-from polar_common.events import GroupClosed, GroupMember, SessionAccepted
+from polar_common.events import BuildFailed, BuildReconstructed, GroupClosed, GroupMember, SessionAccepted
 from polar_common.ids import FIRST_SEGMENT, task_id
 from polar_common.nats_server import NatsServer
 from polar_common.topology import TRACES
@@ -164,6 +165,34 @@ async def test_other_rules_are_accounted_for_in_the_difference(bus: Bus) -> None
     assert len(await read_build(bus, FIRST_SEGMENT, "wide")) == 6
     with pytest.raises(ConfigError, match="nowhere"):
         await diff(bus, FIRST_SEGMENT, "live", "nowhere")
+
+
+async def test_damaged_sessions_fail_alone_with_the_place_while_a_replay_goes_on(bus: Bus) -> None:
+    nan, missing = float("nan"), list(np.random.default_rng(0).integers(0, 1 << 30, 20_000))
+    damaged = {
+        "completion bad: logprobs[1] is nan": Script(index=1).call("bad", [1], [10, E], logprobs=[-0.5, nan]),
+        "completion bad: prompt[0] is a negative id": Script(index=2).call("bad", [-1], [10, E]),
+        "completion bad: 2 sampled ids, 1 log-probs": Script(index=3).call("bad", [1], [10, E], logprobs=[-0.5]),
+        "completion bad: sampled[0] is id 700 beyond": Script(index=4).call(
+            "bad", [1], [700, E], engine={"vocab_size": 600}
+        ),
+        "completion bad: its prompt refers to later": Script(index=5)
+        .call("bad", [1, 2], [10, E], base="later", shared=1)
+        .call("later", [1], [2, E]),
+        "completion bad, prompt: blob": Script(index=6).call("bad", missing, [10, E]),
+    }
+    sound = [Script(index=0).call("good", [1], [10, E]), Script(index=7), Script(index=8).call("good", [2], [11, E])]
+    for script in (*sound, *damaged.values()):
+        script.refs.clear()
+        await script.ended().publish(bus)
+    made = await replay(bus, "again")
+    assert made.report.results == {"reconstructed": 3, "failed": 6, "open": 0}
+    facts = await read_build(bus, FIRST_SEGMENT, "again")
+    for told, script in damaged.items():
+        fact = facts[script.session]
+        assert isinstance(fact, BuildFailed) and told in fact.reason
+    traces = [f.traces for s in sound if isinstance(f := facts[s.session], BuildReconstructed)]
+    assert traces == [1, 0, 1]
 
 
 async def test_an_empty_log_is_replayed_into_nothing(bus: Bus) -> None:

@@ -25,6 +25,10 @@ class BuildReconstructed(SessionEvent):
     exact_spans: int
     drifted_spans: int
     ambiguous: int = 0
+    chain_classes: dict[str, int] = {}
+    """Why traces begin where they do → traces: where there are many, this tells the cause."""
+    drift: dict[str, int] = {}
+    """Class of drift → trained spans."""
 
     def subject(self) -> str:
         return subjects.build(self.build, self.session, "reconstructed")

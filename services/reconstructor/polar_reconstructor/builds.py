@@ -37,6 +37,10 @@ class BuildSummary:
     ambiguous: int = 0
     excluded: Counter[str] = field(default_factory=Counter)
     """Reason → completions."""
+    chain_classes: Counter[str] = field(default_factory=Counter)
+    """Why traces begin where they do → traces."""
+    drift: Counter[str] = field(default_factory=Counter)
+    """Class of drift → trained spans."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Why sessions weren't built → sessions."""
     first: datetime | None = None
@@ -46,6 +50,11 @@ class BuildSummary:
     def exact_share(self) -> float | None:
         spans = self.exact_spans + self.drifted_spans
         return self.exact_spans / spans if spans else None
+
+    @property
+    def traces_per_session(self) -> float | None:
+        built = self.sessions - self.failed
+        return self.traces / built if built else None
 
     def add(self, event: BuildFact, time: datetime) -> None:
         self.first, self.last = self.first or time, time
@@ -63,6 +72,8 @@ class BuildSummary:
         self.drifted_spans += event.drifted_spans
         self.ambiguous += event.ambiguous
         self.excluded.update(event.excluded.values())
+        self.chain_classes.update(event.chain_classes)
+        self.drift.update(event.drift)
 
 
 async def summaries(bus: Bus, segment: str, build: str | None = None) -> list[BuildSummary]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -153,6 +154,7 @@ def _summary(found: BuildSummary) -> dict[str, Any]:
         "sessions": found.sessions,
         "failed": found.failed,
         "traces": found.traces,
+        "traces_per_session": found.traces_per_session,
         "trained": found.trained,
         "tokens": found.tokens,
         "exact_share": found.exact_share,
@@ -182,12 +184,22 @@ def build_show(name: str, data: DataOption = None, json: JsonOption = False) -> 
         raise ConfigError("there is no build of that name", name)
     one = found[0]
     if json:
-        emit(_summary(one) | {"excluded": dict(one.excluded), "reasons": dict(one.reasons)})
+        emit(_summary(one) | {name: dict(counts) for name, _, counts in _accounts(one)})
         return
     _print("", [_summary(one)], False)
-    for title, counts in (("not trained", one.excluded), ("sessions not built", one.reasons)):
+    for _, title, counts in _accounts(one):
         if counts:
             table(title, ["reason", "count"], counts.most_common())
+
+
+def _accounts(found: BuildSummary) -> list[tuple[str, str, Counter[str]]]:
+    """Name, title and counts of what a build tells beside its sums."""
+    return [
+        ("excluded", "not trained", found.excluded),
+        ("chain_classes", "why traces begin", found.chain_classes),
+        ("drift", "spans whose context isn't what the engine saw", found.drift),
+        ("reasons", "sessions not built", found.reasons),
+    ]
 
 
 @build.command("diff")

@@ -7,6 +7,7 @@ done. Another body under a used subject stops the session's build (`Conflict`).
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,14 @@ def _fact(built: Built, build: str, manifest: TraceManifest, causation: str) -> 
         exact_spans=built.exact_spans,
         drifted_spans=built.spans - built.exact_spans,
         ambiguous=built.ambiguous,
+        chain_classes=dict(sorted(Counter(t.draft.chain_class for t in built.traces).items())),
+        drift=dict(sorted(_drift(built).items())),
     )
+
+
+def _drift(built: Built) -> Counter[str]:
+    spans = [s for t in built.traces for s in t.draft.spans if s["trained"] and not s["context_exact"]]
+    return Counter(s["drift_class"] for s in spans)
 
 
 async def publish(bus: Bus, blobs: Blobs, out: Outgoing) -> None:
