@@ -32,6 +32,10 @@ def counted(reason: str) -> float:
     return METRICS.registry.get_sample_value("polar_proxy_rejected_total", {"reason": reason}) or 0.0
 
 
+def left() -> float:
+    return METRICS.registry.get_sample_value("polar_proxy_aborted_total", {"reason": "client_gone"}) or 0.0
+
+
 def in_shape(path: str, status: int, body: bytes) -> bool:
     """Whether an error is this provider's."""
     told = orjson.loads(body)
@@ -121,12 +125,14 @@ async def test_heads_and_bodies_that_trickle_or_swell_are_refused_in_shape(
         swollen = await _sent(proxy, line + b"x-long: " + b"y" * 4000)
         whole = await _sent(proxy, line + b"x-long: " + b"y" * 4000 + b"\r\n\r\n")
         trickling = await _sent(proxy, line[:-2], line[-2:], pause=0.1)
-        body = await _sent(proxy, line + b"connection: close\r\ncontent-length: 100\r\n\r\n", b"{", b'"', pause=0.1)
-        assert [s for s, _ in (swollen, whole, trickling, body)] == [431, 431, 408, 408]
-        assert all(in_shape(path, status, told) for status, told in (swollen, whole, trickling, body))
+        announced = line + b"connection: close\r\ncontent-length: 100\r\n\r\n"
+        body = await _sent(proxy, announced, b"{", b'"', pause=0.1)
+        nothing = await _sent(proxy, announced)
+        assert [s for s, _ in (swollen, whole, trickling, body, nothing)] == [431, 431, 408, 408, 408]
+        assert all(in_shape(path, status, told) for status, told in (swollen, whole, trickling, body, nothing))
         rose = {reason: counted(reason) - start for reason, start in before.items()}
-        assert rose == {"408": 1, "431": 2, "too_slow": 1}
-        assert [e.reason for e in await proxy.eventually(CompletionRejected)] == ["too_slow"]
+        assert rose == {"408": 1, "431": 2, "too_slow": 2}
+        assert [e.reason for e in await proxy.eventually(CompletionRejected, 2)] == ["too_slow"] * 2
         assert proxy.proxy.service is not None and proxy.proxy.service.count_running == 0
         assert (await proxy.client.post(f"{proxy.base()}{path}", json=ASKED[path])).status_code == 200
 
@@ -134,7 +140,7 @@ async def test_heads_and_bodies_that_trickle_or_swell_are_refused_in_shape(
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_closes_its_half_is_gone_and_holds_nothing(proxy: Kit, stream: bool) -> None:
     """Agents that are killed leave half-open connections; nobody reads what would be sampled for them."""
-    hold = asyncio.Event()
+    hold, before = asyncio.Event(), left()
     proxy.engine.say(Say(hold=hold))
     body = orjson.dumps({**ASKED["/v1/chat/completions"], "stream": stream})
     path = f"{proxy.base()[len(proxy.url) :]}/v1/chat/completions"
@@ -149,6 +155,7 @@ async def test_a_client_that_closes_its_half_is_gone_and_holds_nothing(proxy: Ki
         await asyncio.sleep(0.01)
     sock.shutdown(socket.SHUT_WR)
     (gone,) = await proxy.eventually(CompletionAborted)
+    assert left() == before + 1
     assert gone.reason == "client_gone" and service.count_running == 0
     assert [r.running for r in service.pool.replicas] == [0]
     sock.close()

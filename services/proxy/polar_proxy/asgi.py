@@ -136,10 +136,10 @@ class ProxyApp:
         if headers.get("content-encoding", "identity") != "identity":
             raise RequestError("send the body uncompressed", status=415)
         try:
-            message = await receive()
-            body: bytes = message.get("body", b"")
-            if message.get("more_body"):
-                async with asyncio.timeout(self._settings.proxy_request_s):
+            async with asyncio.timeout(self._settings.proxy_request_s):
+                message = await receive()
+                body: bytes = message.get("body", b"")
+                if message.get("more_body"):
                     body = await self._rest(receive, body, limit)
         except TimeoutError:
             raise RequestError("the body didn't arrive in time", status=408, kind="timeout_error") from None
