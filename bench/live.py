@@ -28,6 +28,7 @@ head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type
 u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), head)).read()
 ' && while [ "$(date +%s)" -lt UNTIL ]; do sleep $((UNTIL - $(date +%s) + 1)); done; echo slept > slept.txt
 """
+_GROUP = 250
 _SETTINGS = {"POLAR_GATEWAY_ISOLATION": "auto", "POLAR_GATEWAY_INIT_SLOTS": "4", "POLAR_ENGINE_SCRIPT_TOKEN_MS": "0"}
 
 
@@ -125,12 +126,11 @@ def measure(directory: Path, sessions: int, seconds: int) -> Seen:
         limits = {"attempt_s": seconds * 4, "session_s": seconds * 8, "queue_s": seconds * 4, "attempts": 1}
         harness = {"name": "command", "args": {"script": _ASK.replace("UNTIL", str(until))}}
         evaluator = {"kind": "command", "command": "test -s slept.txt"}
-        one = {
-            "id": "sleep", "instruction": "sleep", "samples": min(sessions, 1000), "harness": harness,
-            "evaluator": evaluator, "limits": limits,
-        }  # fmt: skip
+        shared = {"instruction": "sleep", "harness": harness, "evaluator": evaluator, "limits": limits}
+        counts = [min(_GROUP, sessions - start) for start in range(0, sessions, _GROUP)]
+        tasks = [{"id": f"sleep-{i}", "samples": count, **shared} for i, count in enumerate(counts)]
         file = directory / "tasks.yaml"
-        file.write_bytes(orjson.dumps({"tasks": [one]}))
+        file.write_bytes(orjson.dumps({"tasks": tasks}))
         argv = [sys.executable, "-m", "polar_common.cli", "run", str(file), "--data", str(house.data), "--json"]
         began = time.monotonic()
         with (directory / "rows").open("wb") as rows:

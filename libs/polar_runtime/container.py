@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from docker.errors import ImageNotFound, NotFound
@@ -18,6 +18,7 @@ from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_runtime import archive, cgroup
 from polar_runtime.base import Mount, Resource, RuntimeSpec, RuntimeStats
 from polar_runtime.docker_api import ATTEMPT, ROOT, Daemon
+from polar_runtime.loopdisk import LoopDisk
 from polar_runtime.portable import PortablePython
 from polar_runtime.sampler import Sampler, disk_usage
 
@@ -32,9 +33,10 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 class Container:
     """Used by one `DockerRuntime`. Every call may raise what `Daemon.call` raises."""
 
-    def __init__(self, daemon: Daemon, spec: RuntimeSpec) -> None:
+    def __init__(self, daemon: Daemon, spec: RuntimeSpec, disk: LoopDisk | None = None) -> None:
         self._daemon = daemon
         self._spec = spec
+        self._disk = disk
         self._id = ""
         self._running = False
         self._waking = asyncio.Lock()
@@ -49,6 +51,7 @@ class Container:
             raise ConfigError("the docker runtime needs an image", "runtime.image")
         user = self._spec.user or await self._check_image()
         options = self._options(python)
+        contents = await self._contents() if self._disk is not None else b""
 
         def work(client: Any) -> str:
             return str(client.containers.create(**options).id)
@@ -58,13 +61,31 @@ class Container:
         except NotFound as error:
             raise RuntimeUnavailable(f"Docker: {error.explanation}") from error
         await self._make_places(user, python)
+        if contents:
+            parent = str(PurePosixPath(self._spec.workdir).parent)
+            await self._daemon.call(lambda client: client.api.put_archive(self._id, parent, contents))
         await self.awake()
+
+    async def _contents(self) -> bytes:
+        """The image's own working directory, as a tar of that directory; empty where it has none. It would be hidden
+        by the disk that lies over it."""
+
+        def work(client: Any) -> bytes:
+            made = client.containers.create(self._spec.image, ["-"], entrypoint=["-"], network_mode="none")
+            try:
+                return b"".join(client.api.get_archive(made.id, self._spec.workdir)[0])
+            except NotFound:
+                return b""
+            finally:
+                made.remove(force=True, v=True)
+
+        return await self._daemon.call(work)
 
     async def _make_places(self, user: str, python: PortablePython) -> None:
         """HOME, `/tmp` and, where the image has none, the working directory, owned by the user who runs commands."""
         uid, gid = await self._numbers(user, python)
         places = [archive.Entry(HOME.lstrip("/"), 0o700), archive.Entry("tmp", 0o1777)]
-        if not await self._exists(self._spec.workdir):
+        if self._disk is not None or not await self._exists(self._spec.workdir):
             places.append(archive.Entry(self._spec.workdir.lstrip("/"), 0o755))
         tar = archive.to_tar(places, uid=uid, gid=gid)
         await self._daemon.call(lambda client: client.api.put_archive(self._id, "/", tar))
@@ -149,7 +170,7 @@ class Container:
             "cap_drop": ["ALL"],
             "cap_add": kept,
             "security_opt": ["no-new-privileges"],
-            "mounts": [BindMount(m.target, str(m.source), type="bind", read_only=True) for m in mounts],
+            "mounts": [*self._writable(), *(_bind(m.target, m.source, read_only=True) for m in mounts)],
             "log_config": {"Type": "none"},
             "healthcheck": {"test": ["NONE"]},
             "working_dir": "/",
@@ -157,6 +178,13 @@ class Container:
         if limits.cpus:
             options["nano_cpus"] = int(limits.cpus * 1e9)
         return options
+
+    def _writable(self) -> list[BindMount]:
+        """The directories of the attempt's own disk."""
+        if self._disk is None:
+            return []
+        places = {self._spec.workdir: "work", HOME: "home", "/tmp": "tmp"}
+        return [_bind(target, self._disk.directory(name), read_only=False) for target, name in places.items()]
 
     async def awake(self) -> None:
         """Start it unless it runs."""
@@ -229,6 +257,8 @@ class Container:
 
     async def exhausted(self, before: tuple[int, int]) -> Resource:
         """The limit that was hit since `before`."""
+        if self._disk is not None and self._disk.full():
+            return "disk"
         if self.group and (which := self.group.which(before)):
             return which
         with contextlib.suppress(NotFound, RuntimeFault):
@@ -240,7 +270,11 @@ class Container:
         return ""
 
     async def disk(self) -> int:
-        """Bytes written over the image."""
+        """Bytes written over the image and on the attempt's own disk."""
+        own = self._disk.used() if self._disk is not None else 0
+        return own + await self._written()
+
+    async def _written(self) -> int:
         if self._upper is not None:
             return await disk_usage([self._upper])
 
@@ -303,3 +337,7 @@ class Container:
     def stats(self) -> RuntimeStats:
         """Peaks and sums so far."""
         return self._stats
+
+
+def _bind(target: str, source: Path, *, read_only: bool) -> BindMount:
+    return BindMount(target, str(source), type="bind", read_only=read_only)

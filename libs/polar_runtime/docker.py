@@ -6,7 +6,9 @@ background processes behind for the next; a timeout, a cancel, an exhausted limi
 container, and the next call starts it again: files stay, processes don't.
 
 All capabilities are dropped and privileges can't be regained. Options: `capabilities` (a comma list to keep, for
-prepare steps that install packages), `docker_host`, `pull` = `never`.
+prepare steps that install packages), `docker_host`, `pull` = `never`, `disk` = `loop`: working directory, HOME and
+`/tmp` are on a disk of the limit's size (`loopdisk.py`). Otherwise, and for all other places, what is written over the
+image is looked at again and again, and an attempt beyond the limit is ended: later by as much as it writes meanwhile.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from polar_runtime.beneath import remove_tree
 from polar_runtime.container import HOME, Container
 from polar_runtime.couriered import CourieredRuntime
 from polar_runtime.docker_api import daemon
+from polar_runtime.loopdisk import LoopDisk
 from polar_runtime.output import Output
 from polar_runtime.peers import Peers
 from polar_runtime.portable import PortablePython, portable_python
@@ -52,7 +55,8 @@ class DockerRuntime(CourieredRuntime):
         super().__init__(spec)
         self._daemon = daemon(spec.options.get("docker_host", ""))
         self._dir = spec.root.absolute() / spec.label
-        self._container = Container(self._daemon, spec)
+        self._disk = LoopDisk(self._dir, spec.limits.disk_mb) if spec.options.get("disk") == "loop" else None
+        self._container = Container(self._daemon, spec, self._disk)
         self._state = "new"
         self._stopping = asyncio.Lock()
 
@@ -84,6 +88,8 @@ class DockerRuntime(CourieredRuntime):
             raise RuntimeFault(f"{self._dir} exists: the attempt ran before and wasn't reaped") from error
         self._state = "started"
         try:
+            if self._disk is not None:
+                await asyncio.to_thread(self._disk.make)
             await self._container.create(await asyncio.to_thread(portable_python))
         except BaseException:
             with contextlib.suppress(RuntimeUnavailable):
@@ -191,6 +197,8 @@ class DockerRuntime(CourieredRuntime):
                 return
             self._state = "stopping"
             await self._container.remove()
+            if self._disk is not None:
+                await asyncio.to_thread(self._disk.remove)
             await asyncio.to_thread(remove_tree, self._dir)
             self._state = "stopped"
 

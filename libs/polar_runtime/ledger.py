@@ -20,6 +20,7 @@ from polar_common.errors import RuntimeFault
 from polar_runtime import procs
 from polar_runtime.beneath import remove_tree
 from polar_runtime.cgroup import Cgroup, Hierarchies
+from polar_runtime.loopdisk import LoopDisk
 
 __all__ = ["VARIABLE", "Ledger", "kill_labelled", "reap"]
 
@@ -126,4 +127,5 @@ def _reap_one(base: Path) -> None:
             group = Cgroup(Hierarchies({str(i): p.parent for i, p in enumerate(paths)}, v2=len(paths) == 1), base.name)
             group.kill()
             group.remove()
+    LoopDisk(base, 0).remove()
     remove_tree(base)

@@ -146,6 +146,7 @@ class Preparation:
             proxy_socket=settings.proxy_socket,
             proxy_url=settings.gateway_proxy_url,
             isolation=settings.gateway_isolation,
+            options={"disk": settings.gateway_disk} if choice.kind == "docker" else {},
         )
 
     async def _upload_files(self, runtime: Runtime) -> None:

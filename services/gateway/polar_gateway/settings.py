@@ -62,6 +62,9 @@ class GatewaySettings(HouseSettings):
     gateway_memory_mb: Annotated[int, Field(ge=16)] = 2048
     gateway_pids: Annotated[int, Field(ge=8)] = 512
     gateway_disk_mb: Annotated[int, Field(ge=1)] = 4096
+    gateway_disk: Literal["watch", "loop"] = "watch"
+    """How Docker attempts are kept to it. `watch`: what is written is looked at, and too much ends the attempt. `loop`:
+    working directory, HOME and `/tmp` are on a disk of that size; needs root, loop devices and e2fsprogs."""
     gateway_context_window: Annotated[int, Field(ge=256)] = 32_768
     """Tokens of the model, told to harnesses that want to know."""
     gateway_max_tokens_per_call: Annotated[int, Field(ge=1)] = 4096
