@@ -33,7 +33,7 @@ def test_a_rolled_log(tmp_path: Path) -> None:
     data, archive = tmp_path / "house", str(tmp_path / "s1")
     with running_house(data, *OPTIONS) as live:
         assert submit(live, tmp_path, "first")[0]["outcomes"] == {"passed": 2}
-        assert live.polar("log", "roll") == [{"opened": "s2"}]
+        assert live.polar("log", "roll") == [{"opened": "s2", "due": ""}]
         assert submit(live, tmp_path, "first")[0]["outcomes"] == {"passed": 2}
         submit(live, tmp_path, "second", code=2)
     with running_house(data, *OPTIONS) as live:

@@ -191,6 +191,26 @@ async def test_a_segment_is_rolled_sealed_archived_and_dropped(bus: Bus, tmp_pat
     assert report.totals["sessions"] == 2
 
 
+async def test_an_open_segment_is_due_by_messages_bytes_or_age_and_a_rolled_one_never(bus: Bus) -> None:
+    await lived(bus, 0)
+    assert (await life.survey(bus, "s1")).due == ""
+    held = await life.survey(bus, "s1")
+    for bounds, why in (
+        (life.Bounds(messages=held.messages), f"{held.messages} messages"),
+        (life.Bounds(bytes=held.bytes), "bytes"),
+        (life.Bounds(days=1e-9), "0 days"),
+        (life.Bounds(messages=held.messages + 1, days=1.0), ""),
+    ):
+        due = (await life.survey(bus, "s1", bounds)).due
+        assert due.endswith(why) and bool(due) == bool(why), (bounds, due)
+    # Blobs count: they are archived and dropped with their events.
+    blobs = (await bus.js.stream_info("POLAR_BLOBS_s1")).state.bytes
+    assert blobs and (await life.survey(bus, "s1", life.Bounds(bytes=held.bytes + blobs))).due
+    assert not (await life.survey(bus, "s1", life.Bounds(bytes=held.bytes + blobs + 1))).due
+    await life.roll(bus, Topology())
+    assert (await life.survey(bus, "s1", life.Bounds(messages=1))).due == ""
+
+
 async def test_a_segment_with_something_left_to_happen_is_kept_and_served(bus: Bus) -> None:
     await lived(bus, 0)
     await bus.batch(accepted(1))

@@ -275,3 +275,12 @@ async def test_the_dead_letters_of_a_segment_travel_with_it(
     assert report.totals == (await audit(LiveSource(bus), Options(settled=True))).totals
     assert len([s async for s in scan(bus_there, DLQ, [">"])]) == 3
     await bus_there.close()
+
+
+async def test_a_segment_is_rolled_when_it_is_due(bus: Bus, nats_server: NatsServer) -> None:
+    await lived(bus, 0)
+    assert await command(nats_server, "log", "roll", "--if-due", code=1) == [{"opened": "", "due": ""}]
+    (rolled,) = await command(nats_server, "log", "roll", "--if-due", "--messages", "10")
+    assert rolled["opened"] == "s2" and rolled["due"].endswith(" messages")
+    states = [(r["segment"], r["state"], r["due"]) for r in await command(nats_server, "log", "segments")]
+    assert states == [("s1", "rolled", ""), ("s2", "open", "")]

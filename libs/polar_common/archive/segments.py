@@ -6,6 +6,7 @@ Nothing here can lose anything by being interrupted: each step checks what the o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from polar_common.bus import Bus, scan
@@ -15,15 +16,34 @@ from polar_common.topology import Topology, apply, blobs_stream, events_stream
 
 from .read import check_archive, read_archive
 
-__all__ = ["Survey", "active", "drop", "roll", "seal", "survey"]
+__all__ = ["Bounds", "Survey", "active", "drop", "roll", "seal", "survey"]
 
 _ENDS = ("completed", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How large and how old a segment becomes: the server keeps 200 to 300 bytes of memory per subject, and each
+    subject is used once. `days` 0: whatever its age."""
+
+    messages: int = 5_000_000
+    bytes: int = 200_000_000_000
+    days: float = 0.0
+
+    def reason(self, messages: int, size: int, age: timedelta) -> str:
+        """Why a segment of that size (bytes, blobs included) and age is due to be rolled; "" if it isn't."""
+        if messages >= self.messages:
+            return f"{messages:,} messages"
+        if size >= self.bytes:
+            return f"{size:,} bytes"
+        return f"{age.days} days" if self.days and age >= timedelta(days=self.days) else ""
 
 
 @dataclass(slots=True)
 class Survey:
     """A segment as it is. `state`: open, rolled, sealed, dropped. `live`: sessions without an end; `open_groups`: tasks
-    whose group isn't closed; `archived`: the highest event that an archive is known to hold."""
+    whose group isn't closed; `archived`: the highest event that an archive is known to hold; `due`: why it should be
+    rolled, where it's open."""
 
     segment: str
     state: str
@@ -35,6 +55,7 @@ class Survey:
     live: int = 0
     open_groups: int = 0
     archived: int = 0
+    due: str = ""
 
     @property
     def quiet(self) -> bool:
@@ -42,7 +63,7 @@ class Survey:
         return self.live == 0 and self.open_groups == 0
 
 
-async def survey(bus: Bus, segment: str) -> Survey:
+async def survey(bus: Bus, segment: str, bounds: Bounds = Bounds()) -> Survey:
     """Count what there is, in one pass over tasks, groups and sessions' ends."""
     facts = await Catalogue(bus).facts(segment)
     state = next((s for s in ("dropped", "sealed", "rolled") if s in facts), "open")
@@ -51,6 +72,10 @@ async def survey(bus: Bus, segment: str) -> Survey:
         return found
     info = await bus.js.stream_info(events_stream(segment))
     found.messages, found.bytes, found.last = info.state.messages, info.state.bytes, info.state.last_seq
+    if state == "open":
+        blobs = (await bus.js.stream_info(blobs_stream(segment))).state.bytes
+        age = datetime.now(UTC) - info.created if info.created else timedelta()
+        found.due = bounds.reason(found.messages, found.bytes + blobs, age)
     closed = ended = 0
     prefix = f"polar.events.{segment}"
     filters = [f"{prefix}.task.*.accepted", f"{prefix}.group.*.closed", f"{prefix}.session.*.0.*"]

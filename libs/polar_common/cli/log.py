@@ -28,6 +28,7 @@ __all__ = ["log"]
 
 log = typer.Typer(help="The log: segments, archives, users.", no_args_is_help=True)
 Directory = Annotated[Path, typer.Argument(help="The archive's directory.")]
+_BOUNDS = life.Bounds()
 Segment = Annotated[str, typer.Argument(help="A segment, e.g. s1.")]
 
 
@@ -65,21 +66,33 @@ def _tell(found: list[life.Survey], json: bool) -> None:
 
 
 @log.command("roll")
-def roll(data: DataOption = _DATA, json: JsonOption = False) -> None:
+def roll(
+    if_due: Annotated[bool, typer.Option("--if-due", help="Only if the open segment has reached a bound.")] = False,
+    messages: Annotated[int, typer.Option(help="Bound in messages.")] = _BOUNDS.messages,
+    size: Annotated[int, typer.Option(help="Bound in bytes, blobs included.")] = _BOUNDS.bytes,
+    days: Annotated[float, typer.Option(help="Bound in days; 0: whatever its age.")] = _BOUNDS.days,
+    data: DataOption = _DATA,
+    json: JsonOption = False,
+) -> None:
     """Open the next segment. The running house finishes what it has and takes nothing new until it is started again.
 
-    Example: polar log roll && polar down && polar up
+    Example: polar log roll --if-due --days 30 && polar down && polar up
     """
 
-    async def work(bus: Bus) -> str:
+    async def work(bus: Bus) -> tuple[str, str]:
         newest = (await Catalogue(bus).segments())[-1]
-        return await life.roll(bus, await _topology(bus, newest))
+        due = (await life.survey(bus, newest, life.Bounds(messages, size, days))).due
+        return (await life.roll(bus, await _topology(bus, newest)) if due or not if_due else ""), due
 
-    opened = with_bus(data, work, ADMIN)
+    opened, due = with_bus(data, work, ADMIN)
     if json:
-        emit({"opened": opened})
-    else:
+        emit({"opened": opened, "due": due})
+    elif opened:
         console.print(f"segment {opened} is open; start the house again to use it", markup=False)
+    else:
+        console.print("not due", markup=False)
+    if not opened:
+        raise typer.Exit(1)
 
 
 async def _topology(bus: Bus, segment: str) -> Topology:
