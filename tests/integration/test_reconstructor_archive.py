@@ -23,6 +23,7 @@ from tests.scripted_sessions import Script
 from typer.testing import CliRunner
 
 from polar_common.archive import export, read_manifest
+from polar_common.archive.segments import roll
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, scan
 from polar_common.errors import ConfigError
@@ -152,7 +153,7 @@ async def test_builds_from_archives_are_listed_shown_and_compared(
     archive = ["--from", str(tmp_path / "archive")]
     await polar("replay", "--build", "exact", *archive)
     await polar("replay", "--build", "apart", "--rules", "per_request", *archive)
-    live = (await summaries(bus, FIRST_SEGMENT, "live"))[0]
+    live = (await summaries(bus, "live"))[0]
     listed = {b["build"]: b for b in await polar("build", "list")}
     assert listed.keys() == {"exact", "apart"}
     assert (listed["exact"]["traces"], listed["exact"]["tokens"]) == (live.traces, live.tokens)
@@ -180,7 +181,7 @@ async def test_what_is_wrong_with_an_archive_stops_the_replay_and_fails_no_sessi
     blobs.write_bytes(damaged)
     with pytest.raises(ConfigError, match="hash differs"):
         await polar("replay", "--build", "b", "--from", str(archive))
-    assert await summaries(new, FIRST_SEGMENT) == []
+    assert await summaries(new) == []
 
 
 async def test_a_segment_without_a_place_for_the_build_is_refused(tasks: list[Lived], bus: Bus, tmp_path: Path) -> None:
@@ -235,3 +236,20 @@ async def test_pictures_that_traces_name_come_along(bus: Bus, other: tuple[Bus, 
     (read,) = [read async for read in build_traces(new, "two")]
     assert read.trace.images[0].blob == ref
     assert await Blobs(new, FIRST_SEGMENT).get(ref) == body
+
+
+async def test_a_build_spans_the_segments_that_are_kept(
+    tasks: list[Lived], bus: Bus, other: tuple[Bus, NatsServer], tmp_path: Path
+) -> None:
+    """The house's log has gone on to its second segment; the first one's archive is built onto it all the same."""
+    new, _ = other
+    await roll(new, Topology())
+    await lived(new, 7, segment="s2")
+    (told,) = await polar("replay", "--build", "live", "--from", str(tmp_path / "archive"))
+    assert told["reconstructed"] == 6
+    (listed,) = await polar("build", "list")
+    assert (listed["build"], listed["sessions"]) == ("live", 8)
+    (shown,) = await polar("build", "show", "live")
+    assert shown["traces"] == listed["traces"] == 8
+    (compared,) = await polar("build", "diff", "live", "live")
+    assert (compared["common"], compared["same_traces"]) == (8, shown["traces"])

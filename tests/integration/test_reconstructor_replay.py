@@ -154,17 +154,17 @@ async def test_other_rules_are_accounted_for_in_the_difference(bus: Bus) -> None
     scripts = await live(bus)
     rules = RuleSet(name="all", rule="per_request", side="train")
     await replay(bus, "wide", rules)
-    found = await diff(bus, FIRST_SEGMENT, "live", "wide")
+    found = await diff(bus, "live", "wide")
     assert found.common == len(scripts) and not found.only_before and not found.only_after
     assert found.kinds == {("side", "trained"): 4}
     assert (found.before.traces, found.after.traces) == (8, 16)
     assert found.before.exact_share == found.after.exact_share == 1.0
-    named = {s.build: s for s in await summaries(bus, FIRST_SEGMENT)}
+    named = {s.build: s for s in await summaries(bus)}
     assert named["live"].excluded == {"side": 4, "infra_error": 8}
     assert named["wide"].rules == "all" and named["wide"].sessions == 6
     assert len(await read_build(bus, FIRST_SEGMENT, "wide")) == 6
     with pytest.raises(ConfigError, match="nowhere"):
-        await diff(bus, FIRST_SEGMENT, "live", "nowhere")
+        await diff(bus, "live", "nowhere")
 
 
 async def test_damaged_sessions_fail_alone_with_the_place_while_a_replay_goes_on(bus: Bus) -> None:

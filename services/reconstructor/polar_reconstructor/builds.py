@@ -9,6 +9,7 @@ from datetime import datetime
 
 from polar_common import subjects
 from polar_common.bus import Bus, scan
+from polar_common.catalogue import Catalogue
 from polar_common.errors import ConfigError
 from polar_common.events import BuildFailed, BuildReconstructed
 from polar_common.topology import TRACES, events_stream
@@ -76,18 +77,19 @@ class BuildSummary:
         self.drift.update(event.drift)
 
 
-async def summaries(bus: Bus, segment: str, build: str | None = None) -> list[BuildSummary]:
-    """One summary per build, by its first session."""
+async def summaries(bus: Bus, build: str | None = None) -> list[BuildSummary]:
+    """One summary per build, by its first session; of all segments that are kept."""
     found: dict[str, BuildSummary] = {}
-    async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
-        event = stored.event
-        if isinstance(event, BuildReconstructed | BuildFailed):
-            found.setdefault(event.build, BuildSummary(event.build)).add(event, stored.time)
+    for segment in await Catalogue(bus).kept():
+        async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
+            event = stored.event
+            if isinstance(event, BuildReconstructed | BuildFailed):
+                found.setdefault(event.build, BuildSummary(event.build)).add(event, stored.time)
     return list(found.values())
 
 
 async def read_build(bus: Bus, segment: str, build: str) -> dict[str, BuildFact]:
-    """Session → what the build said of it."""
+    """Session → what the build said of it, in one segment."""
     found: dict[str, BuildFact] = {}
     async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
         if isinstance(stored.event, BuildReconstructed | BuildFailed):
@@ -124,9 +126,12 @@ class Difference:
         return Counter((c.before, c.after) for c in self.changes)
 
 
-async def diff(bus: Bus, segment: str, before: str, after: str) -> Difference:
-    """Compare two builds of the open segment. Raises ConfigError for a build that isn't there."""
-    facts = [await read_build(bus, segment, name) for name in (before, after)]
+async def diff(bus: Bus, before: str, after: str) -> Difference:
+    """Compare two builds, over all segments that are kept. Raises ConfigError for a build that isn't there."""
+    facts: list[dict[str, BuildFact]] = [{}, {}]
+    for segment in await Catalogue(bus).kept():
+        for found, name in zip(facts, (before, after), strict=True):
+            found |= await read_build(bus, segment, name)
     for name, found in zip((before, after), facts, strict=True):
         if not found:
             raise ConfigError("there is no build of that name", name)

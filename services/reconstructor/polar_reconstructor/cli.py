@@ -169,7 +169,7 @@ def build_list(data: DataOption = None, json: JsonOption = False) -> None:
 
     Example: polar build list
     """
-    found = _with_bus(data, lambda bus: summaries(bus, HouseSettings().segment))
+    found = _with_bus(data, summaries)
     _print("", [_summary(s) for s in found], json)
 
 
@@ -179,7 +179,7 @@ def build_show(name: str, data: DataOption = None, json: JsonOption = False) -> 
 
     Example: polar build show live
     """
-    found = _with_bus(data, lambda bus: summaries(bus, HouseSettings().segment, name))
+    found = _with_bus(data, lambda bus: summaries(bus, name))
     if not found:
         raise ConfigError("there is no build of that name", name)
     one = found[0]
@@ -208,7 +208,7 @@ def build_diff(before: str, after: str, data: DataOption = None, json: JsonOptio
 
     Example: polar build diff live merged
     """
-    found = _with_bus(data, lambda bus: diff(bus, HouseSettings().segment, before, after))
+    found = _with_bus(data, lambda bus: diff(bus, before, after))
     if json:
         emit(_difference(found))
         return
