@@ -95,7 +95,7 @@ async def attack(proxy: Kit, count: int, seed: int) -> Seen:
             request = broken(rng.choice(requests), rng)
             url = f"{proxy.base(key)}{request.path}" + (f"?{request.query}" if request.query else "")
             try:
-                response = await proxy.client.post(url, content=request.body, headers=request.headers, timeout=20)
+                response = await proxy.client.post(url, content=request.body, headers=request.headers, timeout=60)
             except httpx.HTTPError as error:
                 seen.faults.append(f"{error!r} for {request}"[:3000])
                 continue
@@ -179,7 +179,7 @@ async def test_an_engine_in_trouble_and_clients_that_leave_hold_nothing(
                 for _ in range(50):
                     request = rng.choice(requests)
                     url = f"{proxy.base(key)}{request.path}?{request.query}"
-                    patience = rng.choice((0.02, 0.1, 20, 20))
+                    patience = rng.choice((0.02, 0.1, 60, 60))
                     try:
                         answer = await proxy.client.post(
                             url, content=request.body, headers=request.headers, timeout=patience

@@ -109,7 +109,7 @@ async def _sent(proxy: Kit, *pieces: bytes, pause: float = 0.0) -> tuple[int, by
     for piece in pieces:
         writer.write(piece)
         await asyncio.sleep(pause)
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 30)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split(b" ")[1]), body
@@ -119,7 +119,7 @@ async def _sent(proxy: Kit, *pieces: bytes, pause: float = 0.0) -> tuple[int, by
 async def test_heads_and_bodies_that_trickle_or_swell_are_refused_in_shape(
     model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, path: str
 ) -> None:
-    async with kit(model_dir, nats_server.url, bus, tmp_path, proxy_request_s=0.3, proxy_header_limit=2048) as proxy:
+    async with kit(model_dir, nats_server.url, bus, tmp_path, proxy_request_s=0.7, proxy_header_limit=2048) as proxy:
         line = f"POST {proxy.base()[len(proxy.url) :]}{path} HTTP/1.1\r\nhost: x\r\n".encode()
         before = {reason: counted(reason) for reason in ("408", "431", "too_slow")}
         swollen = await _sent(proxy, line + b"x-long: " + b"y" * 4000)
