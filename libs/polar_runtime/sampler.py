@@ -90,7 +90,10 @@ class Sampler:
         return pids
 
     def _has_written(self, pids: list[int]) -> bool:
-        """Whether a look at the disk could tell anything new: a thousand idle sessions can't all run `du` for ever."""
+        """Whether a look at the disk could tell anything new: a thousand idle sessions can't all run `du` for ever, nor
+        once more when all of them end at once and nothing is left to be stopped."""
+        if not pids:
+            return False
         written = procs.written(pids)
         if written is not None and abs(written - self._written) < _WORTH_A_LOOK:
             return False

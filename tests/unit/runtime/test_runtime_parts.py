@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from polar_common.errors import ConfigError
+from polar_common.tasks import cancel_and_wait, spawn
 from polar_runtime import Limits, Mount, Runtime, RuntimeSpec, cgroup, kinds, make_runtime, procs
 from polar_runtime.local import LocalRuntime
 from polar_runtime.output import Output
 from polar_runtime.portable import portable_python
+from polar_runtime.sampler import Sampler
 
 
 class Custom(LocalRuntime):
@@ -186,3 +189,30 @@ def test_the_portable_python_needs_nothing_of_the_system() -> None:
 def test_mounts_are_seen_at_their_targets() -> None:
     mount = Mount(Path("/usr/share"), "/data")
     assert make_runtime(spec(isolation="none", limits=Limits(), mounts=(mount,))).inside(mount) == "/usr/share"
+
+
+class Over:
+    """A command whose last process has ended."""
+
+    def members(self, most: int = 1 << 22) -> list[int]:
+        return []
+
+    async def kill(self) -> None:
+        return
+
+
+async def test_a_command_that_is_over_has_no_disk_to_be_looked_at() -> None:
+    """A thousand that end at once would start as many `du`, each a fork of the gateway, and its leases would lapse."""
+    looks = 0
+
+    async def disk() -> int:
+        nonlocal looks
+        looks += 1
+        return 0
+
+    sampler = Sampler(Over(), Limits(), None, disk)
+    sampler._disk_due = 0
+    watch = spawn(sampler.run(), name="sampler")
+    await asyncio.sleep(0.3)
+    await cancel_and_wait(watch)
+    assert looks == 0
