@@ -154,6 +154,25 @@ async def test_work_is_leased_and_acknowledged(bus: Bus) -> None:
     assert (info.num_ack_pending, info.num_pending) == (0, 0)
 
 
+async def test_work_of_another_class_is_never_delivered(bus: Bus) -> None:
+    base = (await bus.once(accepted())).sequence
+    other = queued().model_copy(update={"work_class": "docker"})
+    await bus.transition(other, base)
+    base = (await bus.once(accepted("s1-abcdefghij-1"))).sequence
+    await bus.transition(queued("s1-abcdefghij-1"), base)
+    seen: list[str] = []
+    stop = asyncio.Event()
+
+    async def handle(lease: Lease) -> None:
+        seen.append(lease.stored.subject.rpartition(".")[2])
+        stop.set()
+
+    await asyncio.wait_for(Worker(bus, work_consumer("local"), handle, slots=4).run(stop), 10)
+    assert seen == ["local"]
+    info = await bus.js.consumer_info(STREAM, "gateway-docker")
+    assert (info.num_pending, info.delivered.consumer_seq) == (1, 0)
+
+
 async def test_poison_goes_to_the_dead_letter_at_once_and_others_go_on(bus: Bus) -> None:
     await bus.nc.request("polar.events.s1.session.s1-bad-0.1.queued.local", b"not json")
     base = (await bus.once(accepted())).sequence
