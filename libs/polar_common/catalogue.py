@@ -7,6 +7,7 @@ One stream of facts that happen once. A log with one segment, as it begins, has 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import orjson
 
 from .bus import Bus
 from .bus.read import Stored, direct_get, leader_get
-from .errors import Conflict, Poison
+from .errors import Conflict, Poison, Unavailable
 from .ids import FIRST_SEGMENT
 from .topology import CATALOGUE, events_stream
 
@@ -22,6 +23,7 @@ __all__ = ["Catalogue", "Fact"]
 
 Fact = Literal["opened", "rolled", "archived", "sealed", "dropped"]
 _PREFIX = "polar.catalogue"
+_TRIES = 9
 
 
 class Catalogue:
@@ -31,9 +33,21 @@ class Catalogue:
         self._bus = bus
 
     async def segments(self) -> list[str]:
-        """All segments, oldest first, dropped ones too; the last one is open."""
-        found = await direct_get(self._bus.nc, CATALOGUE, [f"{_PREFIX}.segment.*.opened"])
+        """All segments, oldest first, dropped ones too; the last one is open. Raises Unavailable."""
+        found = await self._fresh(f"{_PREFIX}.segment.*.opened")
         return [FIRST_SEGMENT, *(s.subject.split(".")[3] for s in found)]
+
+    async def _fresh(self, pattern: str) -> list[Stored]:
+        """What lies there, as new as the leader's: a replica may lag behind an acknowledgement."""
+        newest = await leader_get(self._bus.nc, CATALOGUE, pattern)
+        if newest is None:
+            return []
+        for attempt in range(_TRIES):
+            found = await direct_get(self._bus.nc, CATALOGUE, [pattern])
+            if found and found[-1].sequence >= newest.sequence:
+                return found
+            await asyncio.sleep(0.02 * 2**attempt)
+        raise Unavailable(f"{CATALOGUE}: the replicas lag behind sequence {newest.sequence}")
 
     async def kept(self) -> list[str]:
         """Those that aren't dropped."""
@@ -41,7 +55,7 @@ class Catalogue:
 
     async def facts(self, segment: str) -> dict[str, dict[str, Any]]:
         """What became of a segment: fact → details. Raises Poison for one that can't be read."""
-        found = await direct_get(self._bus.nc, CATALOGUE, [f"{_PREFIX}.segment.{segment}.*"])
+        found = await self._fresh(f"{_PREFIX}.segment.{segment}.*")
         return {s.subject.rpartition(".")[2]: _details(s) for s in found}
 
     async def has(self, segment: str, fact: Fact) -> bool:

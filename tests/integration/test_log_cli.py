@@ -133,7 +133,11 @@ async def test_parked_messages_are_listed_also_after_a_segment_was_dropped(
     newer = orjson.dumps({"kind": "session.running", "schema_version": 99})
     await bus.nc.request("polar.events.s2.session.s2-x-0.1.running", newer)
     await command(nats_server, "log", "seal", "s1")
+    (before,) = [r for r in await command(nats_server, "log", "segments") if r["segment"] == "s1"]
     await command(nats_server, "log", "export", archive)
+    (after,) = [r for r in await command(nats_server, "log", "segments") if r["segment"] == "s1"]
+    assert (before["state"], before["archived"]) == ("sealed", 0)
+    assert (after["state"], after["archived"]) == ("sealed", after["last"])
     await command(nats_server, "log", "drop", "s1", "--archive", archive)
     (row,) = await command(nats_server, "dlq", "list", "--parked")
     assert (row["state"], row["subject"]) == ("parked", "polar.events.s2.session.s2-x-0.1.running")

@@ -15,6 +15,7 @@ from tests.conftest import replicated
 from polar_common.archive import check_archive, export
 from polar_common.archive import segments as life
 from polar_common.bus import Bus, Lease, Worker, scan
+from polar_common.catalogue import Catalogue
 from polar_common.errors import Poison
 from polar_common.events import SessionQueued, SessionSealed
 from polar_common.letters import is_letter, read_letter, retry
@@ -50,9 +51,18 @@ async def test_r3_a_segment_is_rolled_sealed_archived_and_dropped(bus: Bus, tmp_
     assert check_archive(tmp_path)[1] == []
     assert (await life.drop(bus, "s1", tmp_path)).state == "dropped"
     assert await life.active(bus) == ("s2", ["s2"])
-    assert await life.Catalogue(bus).earlier("s2-" + task.task.partition("-")[2], ["s1", "s2"]) == "s1"
+    assert await Catalogue(bus).earlier("s2-" + task.task.partition("-")[2], ["s1", "s2"]) == "s1"
     report = await audit(LiveSource(bus), Options(settled=True))
     assert report.ok, report.findings
+
+
+async def test_r3_the_catalogue_is_never_stale(bus: Bus) -> None:
+    """What decides about segments is read as the leader has it, right after the acknowledgement."""
+    catalogue = Catalogue(bus)
+    for number in range(2, 100):
+        await catalogue.record(f"s{number}", "opened")
+        assert (await catalogue.segments())[-1] == f"s{number}"
+        assert "opened" in await catalogue.facts(f"s{number}")
 
 
 async def test_r3_a_dead_letter_is_offered_again(bus: Bus) -> None:

@@ -136,17 +136,23 @@ def export_(
     data: DataOption = _DATA,
     json: JsonOption = False,
 ) -> None:
-    """Write a segment to compressed files with hashes. Started again, it adds what is new.
+    """Write a segment to compressed files with hashes. Started again, it adds what is new. That a sealed segment is
+    archived is noted in the catalogue.
 
     Example: polar log export /backup/s1
     """
     bar = _Bar(json)
 
-    async def work(bus: Bus) -> Manifest:
-        return await export(bus, directory, segment, traces=traces, on_progress=bar)
+    async def work(bus: Bus) -> tuple[Manifest, bool]:
+        manifest = await export(bus, directory, segment, traces=traces, on_progress=bar)
+        return manifest, await Catalogue(bus).has(segment, "sealed")
 
     with bar.progress:
-        manifest = with_bus(data, work)
+        manifest, final = with_bus(data, work)
+    if final:
+        last = manifest.streams[events_stream(segment)].last
+        place = str(directory.resolve())
+        with_bus(data, lambda bus: Catalogue(bus).record(segment, "archived", last=last, archive=place), ADMIN)
     _tell_archive(manifest, [], json)
 
 
