@@ -229,11 +229,10 @@ class Container:
                 self._running = False
         raise AssertionError("unreachable")
 
-    async def run_detached(self, argv: Sequence[str]) -> None:
-        """Start a command and don't wait for it."""
+    async def run(self, argv: Sequence[str]) -> None:
+        """A command of our own, to its end; what it says isn't looked at."""
         exec_id = await self.prepare(argv, {}, stdin=False)
-        with contextlib.suppress(NotFound):
-            await self._daemon.call(lambda client: client.api.exec_start(exec_id, detach=True))
+        await self._daemon.attach(exec_id, None, lambda _stream, _data: None)
 
     async def exit_code(self, exec_id: str) -> int:
         """An ended exec's code; 137 where its container was killed under it."""

@@ -46,6 +46,7 @@ from polar_runtime.sampler import Sampler
 __all__ = ["DockerRuntime"]
 
 _COURIER_LIMIT = 8192
+_SIGNAL_S = 5.0
 
 
 class DockerRuntime(CourieredRuntime):
@@ -140,8 +141,10 @@ class DockerRuntime(CourieredRuntime):
         """Wait for the end of the output, and bring it about at the timeout; whether that was needed."""
         done, _ = await asyncio.wait([stream], timeout=timeout)
         if not done:
-            with contextlib.suppress(RuntimeFault):
-                await self._container.run_detached([*self._python.argv, self._python.relay, "--signal-all", "15"])
+            # The grace begins when the signal has arrived: on a busy host a command takes long to start.
+            signalled = self._container.run([*self._python.argv, self._python.relay, "--signal-all", "15"])
+            with contextlib.suppress(RuntimeFault, TimeoutError):
+                await asyncio.wait_for(signalled, _SIGNAL_S)
             ended, _ = await asyncio.wait([stream], timeout=self.spec.limits.grace_s)
             if not ended:
                 await self._container.kill()
