@@ -75,10 +75,13 @@ async def once(bus: Bus, spec: TaskSpec, index: int) -> tuple[float, float]:
     return attempt.initialized.init_s, attempt.artifacts.teardown_s
 
 
-async def measure(url: str, directory: Path, image: str, harness: str, rounds: int) -> list[Result]:
+async def measure(url: str, directory: Path, told: argparse.Namespace, rounds: int) -> list[Result]:
+    image, harness = told.image, told.harness
     bus = await Bus.connect(url, "bench/containers")
     await apply(bus.js, Topology())
-    settings = GatewaySettings(data=directory, secret=SecretStr("bench"), gateway_classes=("docker",))
+    settings = GatewaySettings(
+        data=directory, secret=SecretStr("bench"), gateway_classes=("docker",), gateway_disk=told.disk
+    )
     for path in (settings.root, settings.proxy_socket.parent):
         path.mkdir(parents=True)
     house = make_house(settings, bus, "bench")
@@ -117,6 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     parser, rest = argparse.ArgumentParser(add_help=False), list(sys.argv[1:] if argv is None else argv)
     parser.add_argument("--image", required="-h" not in rest and "--help" not in rest, help="an image the daemon has")
     parser.add_argument("--harness", default="pi", help="whose toolchain is mounted")
+    parser.add_argument("--disk", choices=("watch", "loop"), default="watch", help="as the gateway's own setting")
     told, rest = parser.parse_known_args(rest)
     options = arguments(__doc__ or "", rest, rounds=20)
     rounds = 5 if options.short else options.rounds
@@ -124,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         server = NatsServer(NatsConfig(data=Path(name) / "js", port=free_port(), name="bench"))
         server.start()
         try:
-            found = asyncio.run(measure(server.url, Path(name), told.image, told.harness, rounds))
+            found = asyncio.run(measure(server.url, Path(name), told, rounds))
             report(found, options.json)
         finally:
             server.stop("kill")
