@@ -444,6 +444,7 @@ async def client_that_leaves_is_noticed(case: Case, rt: Runtime, proxy: Unix) ->
     await asyncio.wait([hanging])
 
 
+@pytest.mark.timeout(400)
 async def test_fifty_attempts_leave_nothing(case: Case) -> None:
     def traces() -> tuple[int, int, int]:
         mine = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
