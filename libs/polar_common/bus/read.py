@@ -145,26 +145,43 @@ async def _walk(nc: Client, stream: str, subject: str, up_to: int, after: int = 
 async def _collect(nc: Client, stream: str, request: dict[str, Any]) -> tuple[list[Stored], str]:
     """Messages of a batched direct get, and the status that ended it."""
     inbox = nc.new_inbox()
-    sub = await nc.subscribe(inbox)
     found: list[Stored] = []
+    over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def heard(msg: Msg) -> None:
+        if over.done():
+            return
+        try:
+            if status := (msg.headers or {}).get("Status"):
+                over.set_result(status)
+            else:
+                found.append(_direct(msg))
+        except (KeyError, ValueError) as error:
+            over.set_exception(BusError(f"{stream}: an answer that isn't one: {error!r}"))
+
+    # A callback: waiting for each message by itself costs a timer and a task, more than reading it.
+    sub = await nc.subscribe(inbox, cb=heard)
     try:
         await nc.publish(f"$JS.API.DIRECT.GET.{stream}", orjson.dumps(request), reply=inbox)
         async with asyncio.timeout(_TIMEOUT_S * 2):
-            while True:
-                msg = await sub.next_msg(timeout=_TIMEOUT_S)
-                headers = msg.headers or {}
-                if status := headers.get("Status"):
-                    return found, status
-                found.append(
-                    Stored(
-                        headers["Nats-Subject"],
-                        int(headers["Nats-Sequence"]),
-                        _time(headers, headers["Nats-Time-Stamp"]),
-                        msg.data,
-                        headers.get("Polar-Body", ""),
-                    )
-                )
+            while not over.done():
+                before = len(found)
+                await asyncio.wait({over}, timeout=_TIMEOUT_S)
+                if not over.done() and len(found) == before:
+                    raise TimeoutError
+        return found, over.result()
     except (TimeoutError, nats.errors.Error) as error:
         raise Unavailable(f"{stream} doesn't answer a direct get: {error!r}") from error
     finally:
         await sub.unsubscribe()
+
+
+def _direct(msg: Msg) -> Stored:
+    headers = msg.headers or {}
+    return Stored(
+        headers["Nats-Subject"],
+        int(headers["Nats-Sequence"]),
+        _time(headers, headers["Nats-Time-Stamp"]),
+        msg.data,
+        headers.get("Polar-Body", ""),
+    )
