@@ -140,6 +140,14 @@ async def phase(bus: Bus, session: str, name: str, timeout: float = 30.0) -> Ses
     return await until(bus, session, lambda s: s.phase == name, timeout)
 
 
+async def idle(found: Gateway, timeout: float = 5.0) -> bool:
+    """Whether the gateway lets go of all attempts: it does so just after their last event."""
+    deadline = time.monotonic() + timeout
+    while found.live and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return not found.live
+
+
 def names(state: SessionState, attempt: int = 1) -> list[str]:
     """The attempt's events in the order of the log."""
     at = state.attempts[attempt].at

@@ -146,7 +146,7 @@ async def test_cancel_in_every_stage(bus: Bus, tmp_path: Path) -> None:
             assert attempt.exited is not None and attempt.sealed is not None
             assert (attempt.exited.cancelled, attempt.sealed.reason) == (True, "cancelled")
             assert kit.names(state)[-4:] == [last, "sealed", "exited", "artifacts"]
-        assert gateway.live == {}
+        assert await kit.idle(gateway)
         assert os.listdir(made.root) == []
 
 
