@@ -34,17 +34,20 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/quickstart/demo.py
 
-# $(call twice,SELECTION): run tests; those that failed run once more. Anything but failed tests (exit status 1) is final.
+# $(call twice,SELECTION,OPTIONS): run tests; those that failed run once more, one at a time. Anything but failed tests
+# (exit status 1) is final.
 define twice
-	$(PYTEST) $(1) || { [ $$? -eq 1 ] && $(PYTEST) $(1) --last-failed --last-failed-no-failures none; }
+	$(PYTEST) $(1) $(2) || { [ $$? -eq 1 ] && $(PYTEST) $(1) --last-failed --last-failed-no-failures none; }
 endef
 
 ## test           lint, types, structure and all tests that CI runs
 # What failed is run once more by itself and both runs are shown: tests that kill servers depend on how busy a machine is.
 CI_TESTS := -m "not docker and not slurm and not vllm and not slow"
+# Most tests wait for servers: two files at a time also where there are two cores.
+JOBS ?= 2
 CI_DOCKER := -m "docker and not slow"
 test: $(STAMP) lint type
-	$(call twice,$(CI_TESTS))
+	$(call twice,$(CI_TESTS),-n $(JOBS) --dist loadfile)
 
 test-unit: $(STAMP)
 	$(PYTEST) tests/unit

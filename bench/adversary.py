@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--journal", required=True)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
-    options.tokens, options.ttft, options.gap, options.low = 1, 0.0, 0.0, 100
+    options.tokens, options.ttft, options.gap, options.low, options.spread = 1, 0.0, 0.0, 100, 0
     uvloop.run(serve(options))
 
 
