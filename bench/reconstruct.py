@@ -192,7 +192,7 @@ async def _replayed(bus: Bus, url: str, processes: int, *, dry: bool) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = arguments(__doc__ or "", argv, sessions=200, turns=20, tokens=12_000, processes=2)
+    options = arguments(__doc__ or "", argv, sessions=800, turns=20, tokens=12_000, processes=2)
     results = sizes(7 if options.short else 25)
     sessions = min(options.sessions, 40) if options.short else options.sessions
     results += uvloop.run(replaying(sessions, options.turns, options.tokens, options.processes))

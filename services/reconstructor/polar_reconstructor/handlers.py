@@ -19,11 +19,11 @@ from polar_common.packing import BlobRef
 from polar_common.traces import GroupTraces, RoleTotals, TraceManifest
 from polar_render.vocabulary import Vocabulary
 
-from .build import Prepared, build_session, prepare
+from .build import Built, Prepared, build_session, prepare
 from .calls import Wanted
 from .columns import Ids
 from .domain import Selection, select
-from .publish import Outgoing, outgoing, publish
+from .publish import outgoing, publish
 from .rules import RuleSet, rule_named
 
 __all__ = ["Reconstructor", "decided"]
@@ -83,8 +83,9 @@ class Reconstructor:
         if selection is None:
             return ""
         try:
-            out = await self._build(selection)
+            built = await self._build(selection)
             if not self.dry:
+                out = outgoing(built, self.build)
                 await self._bring(session, out.pictures)
                 await publish(self.bus, self.blobs(session), out)
         except (FromTheFuture, Unavailable):
@@ -100,12 +101,11 @@ class Reconstructor:
         _sessions.labels("reconstructed").inc()
         return "reconstructed"
 
-    async def _build(self, selection: Selection) -> Outgoing:
+    async def _build(self, selection: Selection) -> Built:
         prepared = prepare(selection)
         bodies = await self.fetch(prepared)
         with _seconds.time():
-            built = build_session(prepared, bodies, self.rules, rule=self._rule, decode=self._decode)
-        return outgoing(built, self.build)
+            return build_session(prepared, bodies, self.rules, rule=self._rule, decode=self._decode)
 
     async def _bring(self, session: str, pictures: Iterable[BlobRef]) -> None:
         """Pictures that traces name have to be where the traces are. Raises BlobError."""
