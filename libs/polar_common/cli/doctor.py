@@ -15,7 +15,7 @@ import nats.errors
 import typer
 from nats.js.errors import APIError
 
-from polar_common.archive.segments import active, survey
+from polar_common.archive.segments import active, due
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
@@ -145,7 +145,7 @@ async def _log(found: Endpoint) -> list[Line]:
         return [("log", "fail", str(error))]
     try:
         segment, _ = await active(bus)
-        due = (await survey(bus, segment)).due
+        reason = await due(bus, segment)
         wrong = await differences(bus.js, Topology(segment=segment))
         letters = (await bus.js.stream_info(DLQ)).state.messages
     except (PolarError, nats.errors.Error, APIError) as error:
@@ -154,8 +154,8 @@ async def _log(found: Endpoint) -> list[Line]:
         await bus.close()
     lines: list[Line] = [("log", "fail", line) for line in wrong]
     lines = lines or [("log", "ok", f"streams and consumers of segment {segment} are as they should be")]
-    if due:
-        lines.append(("log", "note", f"segment {segment} has {due}: see `polar log roll`"))
+    if reason:
+        lines.append(("log", "note", f"segment {segment} has {reason}: see `polar log roll`"))
     if letters:
         lines.append(("dead letters", "note", f"{letters}: see `polar dlq list`"))
     return lines

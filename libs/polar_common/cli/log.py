@@ -81,7 +81,7 @@ def roll(
 
     async def work(bus: Bus) -> tuple[str, str]:
         newest = (await Catalogue(bus).segments())[-1]
-        due = (await life.survey(bus, newest, life.Bounds(messages, size, days))).due
+        due = await life.due(bus, newest, life.Bounds(messages, size, days))
         return (await life.roll(bus, await _topology(bus, newest)) if due or not if_due else ""), due
 
     opened, due = with_bus(data, work, ADMIN)
