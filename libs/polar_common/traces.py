@@ -7,6 +7,7 @@ are an envelope outside the hash. Lengths: prompt P, response R; mask and log-pr
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from .packing import BlobRef, Column
 
 __all__ = [
     "GroupTraces", "Provenance", "RoleTotals", "Span", "Trace", "TraceImage", "TraceManifest", "TreePosition",
-    "trace_hash",
+    "span_inside", "trace_hash",
 ]  # fmt: skip
 
 
@@ -205,6 +206,11 @@ class GroupTraces(_Model):
     action_tokens: int
     traces: int
     roles: dict[str, RoleTotals] = {}
+
+
+def span_inside(span: Sequence[int], length: int) -> bool:
+    """Whether (start, ids) lies in a sequence of `length` ids."""
+    return 0 <= span[0] <= span[0] + span[1] <= length
 
 
 def trace_hash(

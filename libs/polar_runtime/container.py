@@ -320,7 +320,7 @@ class Container:
             max(self._stats.peak_rss, sampler.peak_rss),
             max(self._stats.cpu_s, self._cpu_before + sampler.cpu_s),
             max(self._stats.peak_procs, sampler.peak_procs),
-            tuple(sorted({*self._stats.peers, *(sampler.peers.seen if sampler.peers else ())})),
+            sampler.peers_with(self._stats.peers),
         )
         self._measure()
 

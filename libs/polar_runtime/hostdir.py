@@ -214,7 +214,7 @@ class HostDirRuntime(Runtime):
             max(self._stats.peak_rss, group.peak_memory() if group else sampler.peak_rss),
             (group.cpu_s() if group else 0.0) or self._stats.cpu_s + sampler.cpu_s,
             max(self._stats.peak_procs, sampler.peak_procs, group.peak_pids() if group else 0),
-            tuple(sorted({*self._stats.peers, *(sampler.peers.seen if sampler.peers else ())})),
+            sampler.peers_with(self._stats.peers),
         )
 
     def _peers(self, proxy: bool) -> Peers | None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +69,10 @@ class Sampler:
             if not self.exhausted and time.monotonic() >= self._disk_due and self._has_written(pids):
                 await self._look_at_disk()
         await self._watched.kill()
+
+    def peers_with(self, known: Iterable[str]) -> tuple[str, ...]:
+        """The peers seen, and those known before."""
+        return tuple(sorted({*known, *(self.peers.seen if self.peers else ())}))
 
     def _look(self) -> list[int]:
         if self._group:

@@ -22,7 +22,7 @@ from polar_common.events import GroupMember
 from polar_common.ids import segment_of
 from polar_common.packing import Column, unpack
 from polar_common.topology import TRACES
-from polar_common.traces import GroupTraces, Span, Trace, TraceImage, TraceManifest, trace_hash
+from polar_common.traces import GroupTraces, Span, Trace, TraceImage, TraceManifest, span_inside, trace_hash
 
 __all__ = ["Floats", "Group", "Ids", "Mask", "Member", "TrainTrace", "load_group", "load_trace"]
 
@@ -246,7 +246,7 @@ def _check(trace: Trace, prompt: Ids, response: Ids, mask: Mask, logprobs: Float
         end = span.start + span.length
     size = len(prompt) + len(response)
     for image in trace.images:
-        if image.span is not None and not 0 <= image.span[0] <= sum(image.span) <= size:
+        if image.span is not None and not span_inside(image.span, size):
             raise TraceError(f"{where}: a picture at {list(image.span)} of {size} ids")
 
 

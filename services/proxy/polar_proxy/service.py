@@ -26,7 +26,7 @@ from .call import Call, new_choice
 from .capture import engine_json
 from .context.prompt import Plan, head_of, plan, plan_native
 from .context.retry import Decision, decide
-from .demand import demand_of, without_hidden
+from .demand import NOTHING, demand_of, without_hidden
 from .engines.pool import Pool, Replica
 from .exchange import Exchange, Sweeper
 from .metrics import METRICS
@@ -194,7 +194,8 @@ class ProxyService:
         lost = ["tool_choice"] if demand.by == "dropped" else []
         if request.response_format is not None and guide is not request.response_format:
             lost.append("response_format")
-        made = replace(made, demand=demand, dropped=(*made.dropped, *lost))
+        if demand is not NOTHING or lost:
+            made = replace(made, demand=demand, dropped=(*made.dropped, *lost))
         call = Call(
             session, dialect, made, renderer, replica, exchange, self.publisher, self._engine(replica, renderer),
             self.settings.proxy_keepalive_s, policy_seq=replica.policy_seq,

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from polar_common.errors import TraceError
 from polar_common.events import ImageRef
+from polar_common.traces import span_inside
 
 from .calls import Call, Document
 
@@ -40,7 +41,7 @@ def check_images(doc: Document, length: int) -> None:
         except ValidationError as error:
             first = error.errors()[0]
             raise TraceError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        if ref.span is not None and not 0 <= ref.span[0] <= ref.span[0] + ref.span[1] <= length:
+        if ref.span is not None and not span_inside(ref.span, length):
             raise TraceError(f"{where}: span {ref.span} in a prompt of {length} ids")
 
 
@@ -90,5 +91,5 @@ def check_places(name: str, images: Iterable[Mapping[str, Any]], length: int) ->
     """Raises TraceError where a picture stands outside the `length` ids of trace `name`."""
     for number, image in enumerate(images):
         span = image["span"]
-        if span is not None and not 0 <= span[0] <= span[0] + span[1] <= length:
+        if span is not None and not span_inside(span, length):
             raise TraceError(f"trace {name}: images[{number}] stands at {list(span)} of {length} ids")
