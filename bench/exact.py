@@ -12,7 +12,6 @@ import asyncio
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from tokenizers import Tokenizer
 
 from bench.adversary import FEATURES
 from bench.clients import CLIENTS, Harness
-from bench.load import Client, Result, Spawned, arguments, report
+from bench.load import Client, Result, Spawned, arguments, bench_key, report
 from bench.models import model_directory
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
@@ -61,9 +60,7 @@ class Tally:
 
 
 def key_of(name: str) -> SessionKey:
-    task = f"s1-{name}"
-    expires = int(time.time()) + 3600
-    return SessionKey(session=f"{task}-0", task=task, run="bench", attempt=1, model="policy", expires=expires)
+    return bench_key(f"s1-{name}")
 
 
 async def converse(port: int, harness: Harness, key: SessionKey, turns: int, seed: int) -> None:

@@ -18,7 +18,20 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Answer", "Client", "Result", "Spawned", "arguments", "cpu_seconds", "median", "report"]
+from polar_common.keys import SessionKey, sign
+
+__all__ = [
+    "Answer",
+    "Client",
+    "Result",
+    "Spawned",
+    "arguments",
+    "bench_key",
+    "chat_path",
+    "cpu_seconds",
+    "median",
+    "report",
+]
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,18 @@ def report(results: Sequence[Result], as_json: bool) -> None:
         shown = [f"{v:.4g}" if v is not None else "" for v in (r.value, r.baseline, r.ratio)]
         table.add_row(r.name, shown[0], r.unit, shown[1], shown[2], r.note)
     Console().print(table)
+
+
+def bench_key(task: str) -> SessionKey:
+    """The key of a benchmark's session, the first of `task`, for two hours."""
+    return SessionKey(
+        session=f"{task}-0", task=task, run="bench", attempt=1, model="policy", expires=int(time.time()) + 7200
+    )
+
+
+def chat_path(key: SessionKey, secret: str) -> str:
+    """Where OpenAI Chat is spoken with that key."""
+    return f"/s/{sign(key, secret.encode())}/v1/chat/completions"
 
 
 def median(values: Sequence[float]) -> float:

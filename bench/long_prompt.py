@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import sysconfig
-import time
 from pathlib import Path
 
 import orjson
 from tokenizers import Tokenizer
 
-from bench.load import Client, Result, median
-from polar_common.keys import SessionKey, sign
+from bench.load import Client, Result, bench_key, chat_path, median
 
 __all__ = ["long_prompts"]
 
@@ -50,11 +48,7 @@ async def _measure(proxy: int, engine: int, secret: str, talks: list[list[dict[s
          "sampling_params": {"max_tokens": 64, "temperature": 1.0, "logprobs": 0}}
     )  # fmt: skip
     for number, messages in enumerate(talks):
-        task = f"s1-long{number:08d}"
-        key = SessionKey(
-            session=f"{task}-0", task=task, run="bench", attempt=1, model="policy", expires=int(time.time()) + 3600
-        )
-        path = f"/s/{sign(key, secret.encode())}/v1/chat/completions"
+        path = chat_path(bench_key(f"s1-long{number:08d}"), secret)
         times["engine"].append((await straight.post("/inference/v1/generate", direct)).whole_s * 1e3)
         for kind in ("cold", "continued"):
             body = orjson.dumps({"model": "policy", "messages": messages, "max_tokens": 64})

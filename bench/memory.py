@@ -16,12 +16,11 @@ import httpx
 import orjson
 import uvloop
 
-from bench.load import Client, Result, arguments, report
+from bench.load import Client, Result, arguments, bench_key, chat_path, report
 from bench.models import model_directory
-from bench.proxy import SECRET, WORDS, House, house
+from bench.proxy import SECRET, WORDS, House, house, said
 from polar_common.bus import Bus
 from polar_common.events import SessionSealed
-from polar_common.keys import SessionKey, sign
 
 CLIENTS = 16
 CALLS = 100
@@ -48,11 +47,8 @@ class Course:
 
 async def _session(home: House, bus: Bus, client: Client, number: int) -> None:
     """All calls of one session, then its seal."""
-    task = f"s1-mem{number:09d}"
-    key = SessionKey(
-        session=f"{task}-0", task=task, run="bench", attempt=1, model="policy", expires=int(time.time()) + 7200
-    )
-    path = f"/s/{sign(key, SECRET.encode())}/v1/chat/completions"
+    key = bench_key(f"s1-mem{number:09d}")
+    path = chat_path(key, SECRET)
     for talk in range(CALLS // TURNS):
         messages = [{"role": "system", "content": f"{WORDS} {talk}"}, {"role": "user", "content": f"Go {number}."}]
         for turn in range(TURNS):
@@ -61,16 +57,11 @@ async def _session(home: House, bus: Bus, client: Client, number: int) -> None:
             answer = await client.post(path, orjson.dumps(body))
             assert answer.status == 200, answer.body
             if stream:
-                text = _said(answer.body)
+                text = said(answer.body)
             else:
                 text = orjson.loads(answer.body)["choices"][0]["message"]["content"]
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And on."}]
-    await bus.once(SessionSealed(session=key.session, attempt=1, run="bench", task=task, reason="exited"))
-
-
-def _said(body: bytes) -> str:
-    chunks = [orjson.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
-    return "".join(c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"])
+    await bus.once(SessionSealed(session=key.session, attempt=1, run="bench", task=key.task, reason="exited"))
 
 
 async def _worker(home: House, bus: Bus, numbers: Iterator[int], course: Course) -> None:

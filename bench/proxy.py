@@ -20,11 +20,10 @@ import orjson
 import uvloop
 from tokenizers import Tokenizer
 
-from bench.load import Answer, Client, Result, Spawned, arguments, cpu_seconds, median, report
+from bench.load import Answer, Client, Result, Spawned, arguments, bench_key, chat_path, cpu_seconds, median, report
 from bench.long_prompt import long_prompts
 from bench.models import model_directory
 from polar_common.bus import Bus
-from polar_common.keys import SessionKey, sign
 from polar_common.nats_server import NatsConfig, NatsServer, free_port
 from polar_common.topology import Topology, apply
 
@@ -113,10 +112,7 @@ class Talks:
         self.talks: list[list[dict[str, Any]]] = []
         for number in range(count):
             task = f"s1-{name}{number:08d}"
-            key = SessionKey(
-                session=f"{task}-0", task=task, run="bench", attempt=1, model="policy", expires=int(time.time()) + 3600
-            )
-            self.paths.append(f"/s/{sign(key, SECRET.encode())}/v1/chat/completions")
+            self.paths.append(chat_path(bench_key(task), SECRET))
             self.talks.append(
                 [
                     {"role": "system", "content": self._system},
