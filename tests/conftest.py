@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nats.errors
@@ -26,12 +26,21 @@ def start_nats(directory: Path, **options: object) -> NatsServer:
     return server
 
 
+@contextmanager
+def own_nats(**options: object) -> Iterator[NatsServer]:
+    """A server that has never seen a stream, for the block."""
+    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
+        server = start_nats(Path(directory), sync="2m", **options)
+        try:
+            yield server
+        finally:
+            server.stop("kill")
+
+
 @pytest.fixture
 def nats_server() -> Iterator[NatsServer]:
-    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
-        server = start_nats(Path(directory), sync="2m")
+    with own_nats() as server:
         yield server
-        server.stop("kill")
 
 
 @pytest.fixture(scope="session")

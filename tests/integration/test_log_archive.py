@@ -3,13 +3,12 @@ dropped only when nothing can be lost by it."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from log_kit import accepted, lived
-from tests.conftest import start_nats
+from tests.conftest import own_nats
 
 from polar_common.archive import ArchiveSource, check_archive, export, load_archive, read_archive, read_manifest
 from polar_common.archive import segments as life
@@ -17,7 +16,6 @@ from polar_common.bus import Bus, scan
 from polar_common.bus.read import Stored
 from polar_common.catalogue import Catalogue
 from polar_common.errors import BlobError, ConfigError, Conflict
-from polar_common.nats_server import NatsServer
 from polar_common.topology import Topology, apply, events_stream
 from polar_common.verify import LiveSource, Options, audit
 
@@ -32,12 +30,10 @@ def told(stored: Stored) -> tuple[str, int, object, bytes, str]:
 @pytest.fixture
 async def empty() -> AsyncIterator[Bus]:
     """A bus on another server that has never seen a stream."""
-    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
-        server: NatsServer = start_nats(Path(directory), sync="2m")
+    with own_nats() as server:
         bus = await Bus.connect(server.url, "test/other")
         yield bus
         await bus.close()
-        server.stop("kill")
 
 
 async def test_an_archive_is_the_log(bus: Bus, tmp_path: Path) -> None:

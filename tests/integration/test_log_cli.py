@@ -8,7 +8,6 @@ import base64
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import orjson
 import pytest
 from log_kit import Lived, command, lived
-from tests.conftest import start_nats
+from tests.conftest import own_nats
 
 from polar_common.archive import read_archive, read_manifest
 from polar_common.bus import Bus, Lease, Worker, scan
@@ -34,10 +33,8 @@ GATEWAY = next(c for c in consumers(Topology()) if c.durable == "gateway-local")
 @pytest.fixture
 def other() -> Iterator[NatsServer]:
     """A server that has never seen a stream."""
-    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
-        server = start_nats(Path(directory), sync="2m")
+    with own_nats() as server:
         yield server
-        server.stop("kill")
 
 
 def said(server: NatsServer, *arguments: str, code: int = 0) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
-from tests.conftest import start_nats
+from tests.conftest import own_nats, start_nats
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Lease, Worker, follow, scan
@@ -32,11 +31,9 @@ STREAM = events_stream("s1")
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[NatsServer]:
-    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
-        server = start_nats(Path(directory), sync="2m", authorization=authorization(users(Topology()), PASSWORDS))
+    with own_nats(authorization=authorization(users(Topology()), PASSWORDS)) as server:
         asyncio.run(_apply(server))
         yield server
-        server.stop("kill")
 
 
 async def _apply(server: NatsServer) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from log_kit import lived
-from tests.conftest import start_nats
+from tests.conftest import own_nats
 
 from polar_analytics.handlers import Projector
 from polar_analytics.schema import TABLES
@@ -55,13 +54,11 @@ async def elsewhere(bus: Bus, tmp_path: Path) -> AsyncIterator[Bus]:
     for number in range(6):
         await lived(bus, number, attempts=1 + number % 2)
     await export(bus, tmp_path / "archive", "s1", file_bytes=60_000)
-    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
-        server = start_nats(Path(directory), sync="2m")
+    with own_nats() as server:
         other = await Bus.connect(server.url, "test/elsewhere")
         await load_archive(other, tmp_path / "archive", Topology())
         yield other
         await other.close()
-        server.stop("kill")
 
 
 async def test_analytics_from_an_archive_equal_those_of_the_log(elsewhere: Bus, bus: Bus, tmp_path: Path) -> None:

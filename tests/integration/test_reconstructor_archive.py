@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import sys
-import tempfile
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ import orjson
 import pytest
 import typer
 from log_kit import Lived, lived
-from tests.conftest import start_nats
+from tests.conftest import own_nats
 from tests.scripted_sessions import Script
 from typer.testing import CliRunner
 
@@ -57,14 +56,12 @@ async def tasks(bus: Bus, tmp_path: Path) -> list[Lived]:
 @pytest.fixture
 async def other(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Bus, NatsServer]]:
     """A house's empty streams on another server, which commands find."""
-    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
-        server = start_nats(Path(directory), sync="2m")
+    with own_nats() as server:
         monkeypatch.setenv("POLAR_NATS", server.url)
         connected = await Bus.connect(server.url, "test/other")
         await apply(connected.js, Topology())
         yield connected, server
         await connected.close()
-        server.stop("kill")
 
 
 async def polar(*arguments: str) -> list[dict[str, Any]]:
@@ -191,13 +188,11 @@ async def test_a_segment_without_a_place_for_the_build_is_refused(tasks: list[Li
     await bus.js.update_stream(config)
     with pytest.raises(ConfigError, match="sealed"):
         await from_log(bus, "exact")
-    with tempfile.TemporaryDirectory(prefix="polar-nats-") as directory:
-        server = start_nats(Path(directory), sync="2m")
+    with own_nats() as server:
         bare = await Bus.connect(server.url, "test/bare")
         with pytest.raises(ConfigError, match="no segment s1"):
             await Replay(bare, "b", BUILT_IN["exact"], Archived(tmp_path / "archive")).run()
         await bare.close()
-        server.stop("kill")
 
 
 async def test_a_blob_that_an_archive_lacks_fails_its_session_alone(
