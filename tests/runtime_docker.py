@@ -146,6 +146,16 @@ def _root_filesystem() -> bytes:
     return out.getvalue()
 
 
+def with_directory(root: bytes, path: str, uid: int) -> bytes:
+    """A root file system and one more directory, which is `uid`'s."""
+    out = io.BytesIO(root)
+    with tarfile.open(fileobj=out, mode="a") as tar:
+        info = tarfile.TarInfo(path)
+        info.type, info.mode, info.uid = tarfile.DIRTYPE, 0o755, uid
+        tar.addfile(info)
+    return out.getvalue()
+
+
 def unpack_root(directory: Path) -> None:
     """The same root file system as a directory."""
     with tarfile.open(fileobj=io.BytesIO(_root_filesystem())) as tar:

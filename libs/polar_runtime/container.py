@@ -18,6 +18,7 @@ from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_runtime import archive, cgroup
 from polar_runtime.base import Mount, Resource, RuntimeSpec, RuntimeStats
 from polar_runtime.docker_api import ATTEMPT, ROOT, Daemon
+from polar_runtime.door import Door
 from polar_runtime.loopdisk import LoopDisk
 from polar_runtime.portable import PortablePython
 from polar_runtime.sampler import Sampler, disk_usage
@@ -45,12 +46,19 @@ class Container:
         self._cpu_before = 0.0
         self.group: cgroup.Cgroup | None = None
 
-    async def create(self, python: PortablePython) -> None:
-        """Make and start it. `RuntimeUnavailable` without the image, `ConfigError` for one that can't run here."""
+    async def create(self, python: PortablePython, door: Door) -> None:
+        """Make and start it. `RuntimeUnavailable` without the image, `ConfigError` for one that can't run here.
+
+        Where commands run as root, its first process makes what is needed and answers at the `door`: the daemon's own
+        way takes a tenth of a second.
+        """
         if not self._spec.image:
             raise ConfigError("the docker runtime needs an image", "runtime.image")
         user = self._spec.user or await self._check_image()
-        options = self._options(python)
+        answers = _is_root(user)
+        if answers:
+            await door.listen()
+        options = self._options(python, door if answers else None)
         contents = await self._contents() if self._disk is not None else b""
 
         def work(client: Any) -> str:
@@ -60,11 +68,14 @@ class Container:
             self._id = await self._daemon.call(work)
         except NotFound as error:
             raise RuntimeUnavailable(f"Docker: {error.explanation}") from error
-        await self._make_places(user, python)
+        if not answers:
+            await self._make_places(user, python)
         if contents:
             parent = str(PurePosixPath(self._spec.workdir).parent)
             await self._daemon.call(lambda client: client.api.put_archive(self._id, parent, contents))
         await self.awake()
+        if answers and not await door.answered():
+            await self._make_places(user, python)
 
     async def _contents(self) -> bytes:
         """The image's own working directory, as a tar of that directory; empty where it has none. It would be hidden
@@ -150,16 +161,20 @@ class Container:
         except RuntimeFault:
             return False
 
-    def _options(self, python: PortablePython) -> dict[str, Any]:
+    def _options(self, python: PortablePython, door: Door | None) -> dict[str, Any]:
         spec, limits = self._spec, self._spec.limits
         mounts = [*python.mounts, *spec.mounts]
+        first = [*python.argv, python.relay, "--idle"]
+        if door is not None:
+            mounts.append(Mount(door.directory, door.inside))
+            first = [*python.argv, python.courier, "door", door.socket, HOME, spec.workdir, "--", *first]
         if spec.proxy_socket is not None and spec.network != "none":
             mounts.append(Mount(spec.proxy_socket.absolute().parent, "/polar/proxy"))
         kept = [c.strip() for c in spec.options.get("capabilities", "").split(",") if c.strip()]
         options: dict[str, Any] = {
             "image": spec.image,
-            "entrypoint": [*python.argv, python.relay],
-            "command": ["--idle"],
+            "entrypoint": first[:1],
+            "command": first[1:],
             "user": "0:0",
             "labels": {ATTEMPT: spec.label, ROOT: str(spec.root.absolute())},
             "hostname": "polar",
@@ -336,6 +351,10 @@ class Container:
     def stats(self) -> RuntimeStats:
         """Peaks and sums so far."""
         return self._stats
+
+
+def _is_root(user: str) -> bool:
+    return all(part in ("", "0", "root") for part in user.split(":"))
 
 
 def _bind(target: str, source: Path, *, read_only: bool) -> BindMount:

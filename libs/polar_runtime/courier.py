@@ -5,6 +5,10 @@
     python3 courier.py list ROOT           NUL-separated paths → records `mode size stamp path`, NUL-separated
     python3 courier.py read ROOT           NUL-separated paths → a tar archive of these files and links
     python3 courier.py whoami              `uid gid`
+    python3 courier.py door SOCKET HOME WORKDIR -- COMMAND [ARG]...
+
+`door` is a container's first process: it makes HOME, `/tmp` and the working directory, does what it is asked through
+the socket (the other half is `door.py`) until that is closed, and becomes COMMAND.
 
 Never follows a link below ROOT (`beneath.py`, which must lie beside it). Standard library only.
 """
@@ -13,9 +17,11 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import sys
 import tarfile
 from pathlib import Path
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -24,9 +30,9 @@ from beneath import Beneath, Found, Outside, TooMuch  # type: ignore[import-not-
 __all__ = ["main"]
 
 
-def put(root: Beneath) -> None:
-    """Unpack standard input. The sender has checked the archive as a whole."""
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as tar:
+def put(root: Beneath, given: IO[bytes], out: IO[bytes]) -> None:
+    """Unpack what is given. The sender has checked the archive as a whole."""
+    with tarfile.open(fileobj=given, mode="r|") as tar:
         for member in tar:
             if member.issym():
                 root.link(member.name, os.fsencode(member.linkname))
@@ -38,25 +44,24 @@ def put(root: Beneath) -> None:
                 root.write(member.name, stream.read() if stream else b"", member.mode)
 
 
-def remove(root: Beneath) -> None:
+def remove(root: Beneath, given: IO[bytes], out: IO[bytes]) -> None:
     """Remove files and links."""
-    for path in _paths():
+    for path in _paths(given):
         root.remove(path)
 
 
-def listing(root: Beneath) -> None:
+def listing(root: Beneath, given: IO[bytes], out: IO[bytes]) -> None:
     """Records of all that is at or below the paths."""
-    out = sys.stdout.buffer
-    for path in _paths():
+    for path in _paths(given):
         for found in root.nodes(path):
             stamp = ",".join(map(str, found.stamp)) if found.stamp else "-"
             out.write(f"{found.mode} {found.size} {stamp} ".encode() + found.path + b"\0")
 
 
-def read(root: Beneath) -> None:
+def read(root: Beneath, given: IO[bytes], out: IO[bytes]) -> None:
     """A tar archive of the paths; what vanished meanwhile or isn't a file or link is left out."""
-    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        for path in _paths():
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for path in _paths(given):
             info = tarfile.TarInfo(os.fsdecode(path))
             try:
                 try:
@@ -71,29 +76,105 @@ def read(root: Beneath) -> None:
                 continue
 
 
-def _paths() -> list[bytes]:
-    return [p for p in sys.stdin.buffer.read().split(b"\0") if p]
+def _paths(given: IO[bytes]) -> list[bytes]:
+    return [p for p in given.read().split(b"\0") if p]
+
+
+_ACTIONS = {"put": put, "remove": remove, "list": listing, "read": read}
+
+
+def perform(action: str, root: str, given: IO[bytes], out: IO[bytes]) -> tuple[int, str]:
+    """Exit code 3 for a path outside, 4 for too much, 5 for an error of the file system; and what is said about it."""
+    try:
+        _ACTIONS[action](Beneath(Path(root)), given, out)
+        out.flush()
+    except Outside as error:
+        return 3, str(error)
+    except TooMuch as error:
+        return 4, str(error)
+    except OSError as error:
+        return 5, str(error)
+    return 0, ""
+
+
+class _Given(io.RawIOBase):
+    """The next `size` bytes of a stream."""
+
+    def __init__(self, stream: IO[bytes], size: int) -> None:
+        self._stream = stream
+        self._left = size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(min(len(buffer), self._left))
+        self._left -= len(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Frames(io.RawIOBase):
+    """What is written goes out as a frame of output."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._stream.write(b"o" + len(data).to_bytes(4, "big") + data)
+        return len(data)
+
+
+def _serve(address: str, home: str, workdir: str) -> None:
+    """Until the other side closes. OSError where there is none."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        asked, answers = client.makefile("rb"), client.makefile("wb")
+        if not os.path.isdir(workdir):
+            os.makedirs(workdir, 0o755)
+        for place, mode in ((home, 0o700), ("/tmp", 0o1777)):
+            os.makedirs(place, exist_ok=True)
+            os.chmod(place, mode)
+        answers.write(b"ready\n")
+        answers.flush()
+        while line := asked.readline():
+            action, size, root = line[:-1].split(b" ", 2)
+            given = io.BufferedReader(_Given(asked, int(size)), 65536)
+            out = io.BufferedWriter(_Frames(answers), 65536)
+            code, text = perform(action.decode(), os.fsdecode(root), given, out)
+            out.flush()
+            while given.read(65536):
+                pass
+            end = bytes([code]) + text.encode(errors="replace")[:8000]
+            answers.write(b"e" + len(end).to_bytes(4, "big") + end)
+            answers.flush()
+
+
+def door(args: list[str]) -> None:
+    """See the module. Never returns."""
+    command = args[args.index("--") + 1 :]
+    os.umask(0o022)
+    try:
+        _serve(*args[: args.index("--")])
+    except OSError:
+        pass
+    finally:
+        os.execv(command[0], command)
 
 
 def main(args: list[str]) -> int:
-    """Exit code 3 for a path outside, 4 for too much, 5 for an error of the file system."""
+    """Exit codes are those of `perform`."""
     if args == ["whoami"]:
         sys.stdout.write(f"{os.getuid()} {os.getgid()}")
         return 0
-    actions = {"put": put, "remove": remove, "list": listing, "read": read}
-    try:
-        actions[args[0]](Beneath(Path(args[1])))
-        sys.stdout.flush()
-    except Outside as error:
-        sys.stderr.write(str(error))
-        return 3
-    except TooMuch as error:
-        sys.stderr.write(str(error))
-        return 4
-    except OSError as error:
-        sys.stderr.write(str(error))
-        return 5
-    return 0
+    if args[0] == "door":
+        door(args[1:])
+    code, text = perform(args[0], args[1], sys.stdin.buffer, sys.stdout.buffer)
+    sys.stderr.write(text)
+    return code
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from polar_runtime.beneath import remove_tree
 from polar_runtime.container import HOME, Container
 from polar_runtime.couriered import CourieredRuntime
 from polar_runtime.docker_api import daemon
+from polar_runtime.door import Door
 from polar_runtime.loopdisk import LoopDisk
 from polar_runtime.output import Output
 from polar_runtime.peers import Peers
@@ -58,6 +59,7 @@ class DockerRuntime(CourieredRuntime):
         self._dir = spec.root.absolute() / spec.label
         self._disk = LoopDisk(self._dir, spec.limits.disk_mb) if spec.options.get("disk") == "loop" else None
         self._container = Container(self._daemon, spec, self._disk)
+        self._door = Door(self._dir / "door")
         self._state = "new"
         self._stopping = asyncio.Lock()
 
@@ -91,7 +93,7 @@ class DockerRuntime(CourieredRuntime):
         try:
             if self._disk is not None:
                 await asyncio.to_thread(self._disk.make)
-            await self._container.create(await asyncio.to_thread(portable_python))
+            await self._container.create(await asyncio.to_thread(portable_python), self._door)
         except BaseException:
             with contextlib.suppress(RuntimeUnavailable):
                 await asyncio.shield(self.stop())
@@ -113,6 +115,7 @@ class DockerRuntime(CourieredRuntime):
         proxy: bool = False,
     ) -> ExecResult:
         self._check_started()
+        await self._door.close()
         output = Output(on_output, int(self.spec.limits.log_mb * (1 << 20)))
         line = self._relay(checked_argv(argv), cwd or self.workdir, proxy)
         began = time.monotonic()
@@ -171,6 +174,8 @@ class DockerRuntime(CourieredRuntime):
 
     async def _courier(self, args: Sequence[str], stdin: bytes, sink: Callable[[bytes], None]) -> tuple[int, str]:
         self._check_started()
+        if self._door.is_open:
+            return await self._door.ask(args, stdin, sink)
         python = self._python
         error = bytearray()
 
@@ -200,6 +205,7 @@ class DockerRuntime(CourieredRuntime):
                 return
             self._state = "stopping"
             await self._container.remove()
+            await self._door.close()
             if self._disk is not None:
                 await asyncio.to_thread(self._disk.remove)
             await asyncio.to_thread(remove_tree, self._dir)

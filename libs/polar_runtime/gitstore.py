@@ -33,6 +33,11 @@ _ENV = {
 }
 
 
+# Of what git itself is given. The empty tree is known to every git without being stored.
+_CONFIG = ("-c", "core.protectNTFS=false", "-c", "gc.auto=0")
+_EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One file or link. `mode` is git's (`100644`, `100755`, `120000`); `size` in bytes; `read` yields the content (a
@@ -72,6 +77,10 @@ class GitStore:
 
     def write(self, nodes: Iterable[Node]) -> str:
         """Store a tree; returns its id. `ResourceExhausted` where the files exceed `max_bytes`."""
+        nodes = list(nodes)
+        if not nodes:
+            self._known = {}
+            return _EMPTY
         self._ready()
         known: dict[bytes, tuple[tuple[int, ...], str]] = {}
         total = 0
@@ -165,18 +174,9 @@ class GitStore:
         if not (self.git_dir / "HEAD").exists():
             self.git_dir.mkdir(parents=True, exist_ok=True)
             self._run("init", "-q", "--bare", "--template=")
-            self._run("config", "gc.auto", "0")
 
     def _popen(self, *args: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        command = [
-            "git",
-            "-c",
-            "core.quotePath=false",
-            "-c",
-            "core.protectNTFS=false",
-            f"--git-dir={self.git_dir}",
-            *args,
-        ]
+        command = ["git", *_CONFIG, "-c", "core.quotePath=false", f"--git-dir={self.git_dir}", *args]
         try:
             return subprocess.Popen(
                 command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_ENV, cwd=self.git_dir
@@ -185,7 +185,7 @@ class GitStore:
             raise RuntimeUnavailable("git isn't installed; patches need it") from error
 
     def _run(self, *args: str, env: dict[str, str] | None = None, stdin: bytes = b"") -> bytes:
-        command: Sequence[str] = ["git", "-c", "core.protectNTFS=false", f"--git-dir={self.git_dir}", *args]
+        command: Sequence[str] = ["git", *_CONFIG, f"--git-dir={self.git_dir}", *args]
         try:
             done = subprocess.run(
                 command, input=stdin, capture_output=True, env={**_ENV, **(env or {})}, cwd=self.git_dir, check=False
