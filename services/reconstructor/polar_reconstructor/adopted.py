@@ -79,6 +79,8 @@ def _from_cut(partial: Aborted, c: Call, contexts: Contexts) -> Call | None:
         "delivered": [],
         "additions": ["adopted_partial"],
         "versions": [v for v in c.doc["versions"] if v["start"] == 0],
+        # Those behind it are the adopting call's own.
+        "images": [i for i in c.images if i.get("span") is None or sum(i["span"]) <= at],
     }
     return replace(
         c,

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from polar_common.errors import PolarError, TraceError
+from polar_common.bus import Stored
+from polar_common.errors import Misplaced, PolarError, TraceError
 
 from . import tree
 from .adopted import adopt
@@ -84,15 +85,23 @@ def prepare(selection: Selection) -> Prepared:
     """
     found = Prepared(selection, [], [], [], {})
     for message in selection.captured:
-        doc = document(message.body)
+        doc = _in_place(document(message.body), message)
         wanted = blobs_wanted(doc)
         found.wanted += wanted
         found.captured.append((doc, message.sequence) if wanted else call(doc, message.sequence, {}, found.engines))
     for message in selection.aborted:
-        doc = document(message.body)
+        doc = _in_place(document(message.body), message)
         found.wanted += blobs_wanted(doc)
         found.aborted.append((doc, message.sequence))
     return found
+
+
+def _in_place(doc: Document, message: Stored) -> Document:
+    """Who may write where goes by subjects: what lies on another's isn't believed. Raises Misplaced."""
+    own = f"{doc.get('session')}.{doc.get('attempt')}.{doc.get('completion')}.{str(doc.get('kind')).partition('.')[2]}"
+    if not message.subject.endswith(f".completion.{own}"):
+        raise Misplaced(f"{message.subject} holds what belongs to {own}")
+    return doc
 
 
 def build_session(

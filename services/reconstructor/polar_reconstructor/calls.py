@@ -304,15 +304,17 @@ def aborted(doc: Document, sequence: int, blobs: Mapping[str, bytes]) -> Aborted
     name = str(doc.get("completion"))
     try:
         sampled, logprobs = doc["sampled"], doc["logprobs"]
+        if type(doc["request_hash"]) is not str:
+            raise ValueError(f"request_hash is {doc['request_hash']!r}")
         return Aborted(
             name,
             sequence,
             doc["request_hash"],
-            doc["prompt_tokens"],
+            _count(doc["prompt_tokens"]),
             None if sampled is None else ids(sampled, blobs, name, "sampled"),
             None if logprobs is None else floats(logprobs, blobs, name, "logprobs"),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"completion {name}: damaged event: {error!r}") from error
 
 

@@ -77,6 +77,15 @@ def test_the_hash_is_of_the_content_and_not_of_the_name() -> None:
         ("rule: tree\nmixed_policy: split\n", "stores each span once"),
         ("- exact\n", "mapping"),
         ("rule: [\n", "YAML"),
+        ("max_trace_tokens: yes\n", "max_trace_tokens: .*integer"),
+        ("max_trace_tokens: '12'\n", "max_trace_tokens: .*integer"),
+        ("end_of_turn: [true]\n", r"end_of_turn\.0: .*integer"),
+        ("end_of_turn: [99999999999999999999999]\n", r"end_of_turn\.0: "),
+        ("side: train\nside: exclude\n", "side stands here twice"),
+        ("options: {a: 2026-01-01}\n", r"options\.a"),
+        ("options: {a: !!set {x, y}}\n", r"options\.a"),
+        ("options: {a: 99999999999999999999999}\n", "options: .*64-bit"),
+        ("options: &a {b: *a}\n", r"options\.b.*cyclic"),
     ],
 )
 def test_a_rules_file_with_a_mistake_names_it(tmp_path: Path, text: str, told: str) -> None:
@@ -158,7 +167,12 @@ def test_a_rule_of_ones_own_that_fails_fails_the_session(name: str) -> None:
         built(three_turns(), RuleSet(name="mine", rule=f"{__name__}:{name}"))
 
 
-@pytest.mark.parametrize("name", ["nowhere", "os:nothing", "no_module_x:Y", "os.path:join", f"{__name__}:Script"])
-def test_a_rule_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    "name",
+    ["nowhere", "os:nothing", "no_module_x:Y", "os.path:join", f"{__name__}:Script", ":", ".x:Y", "fails_on_import:Y"],
+)
+def test_a_rule_that_is_none_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails_on_import.py").write_text("raise ValueError('boom')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="rule"):
         rule_named(name)

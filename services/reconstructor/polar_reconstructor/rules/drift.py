@@ -57,15 +57,14 @@ def drift_class(earlier: Call, later: Call, copy: Ids, view: View, ends: frozens
     return "retokenised" if recorded else "edited"
 
 
-def break_class(i: int, view: View) -> str:
-    """Why call i begins a chain of its own, or the branch of one."""
+def break_class(i: int, view: View, ends: frozenset[int]) -> str:
+    """Why call i begins a chain of its own, or the branch of one. `ends`: `end_of_turn`, asked once for all calls."""
     c = view.calls[i]
     said, by_ids = view.links.recorded[i], view.links.parent[i]
     if by_ids is not None and (said is None or said == by_ids):
         return c.chain_class if c.chain_class not in ("root", "continued", "native") else "branch"
     if said is None or c.chain_class not in ("continued", "native"):
         return c.chain_class
-    ends = end_of_turn(view)
     earlier = view.calls[said]
     if not view.contexts.starts_with_prompt(c, earlier):
         return "edited"

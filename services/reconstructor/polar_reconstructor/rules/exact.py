@@ -8,7 +8,7 @@ call descends from. A span is trained in the chain of its lowest-numbered descen
 from __future__ import annotations
 
 from .base import Chain, Link, View
-from .drift import break_class
+from .drift import break_class, end_of_turn
 
 __all__ = ["Exact", "owners"]
 
@@ -35,7 +35,8 @@ class Exact:
         leaves = sorted({o for o in owner.values()})
         paths = [_path(leaf, view) for leaf in leaves]
         paths.sort(key=lambda path: (path[0], path[-1]))
-        return [_chain(path, owner, view) for path in paths]
+        ends = end_of_turn(view)
+        return [_chain(path, owner, view, ends) for path in paths]
 
 
 def _path(leaf: int, view: View) -> list[int]:
@@ -47,7 +48,7 @@ def _path(leaf: int, view: View) -> list[int]:
     return path[::-1]
 
 
-def _chain(path: list[int], owner: dict[int, int], view: View) -> Chain:
+def _chain(path: list[int], owner: dict[int, int], view: View, ends: frozenset[int]) -> Chain:
     leaf = path[-1]
     links = []
     for i in path:
@@ -56,4 +57,4 @@ def _chain(path: list[int], owner: dict[int, int], view: View) -> Chain:
             reason = "sampled_elsewhere"
         links.append(Link(i, not reason, reason))
     begins = next(i for i in path if owner[i] == leaf)
-    return Chain(tuple(links), break_class(begins, view), any(i in view.links.ambiguous for i in path))
+    return Chain(tuple(links), break_class(begins, view, ends), any(i in view.links.ambiguous for i in path))

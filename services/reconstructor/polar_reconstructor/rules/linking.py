@@ -1,7 +1,7 @@
 """Finding chains: recorded parents checked against ids, the longest exact prefix where none holds, and siblings.
 
-Neither arrival order nor text takes part: a child's prompt is longer than its parent's, so there are no cycles, and
-ties are settled by number and reported as ambiguous.
+Neither arrival order nor text takes part: a child's prompt is longer than its parent's (or as long, and comes after an
+empty answer), so there are no cycles, and ties are settled by number and reported as ambiguous.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from polar_reconstructor.calls import Call
+from polar_reconstructor.columns import Ids
 from polar_reconstructor.contexts import Contexts
 
 from .base import Links
@@ -24,10 +27,7 @@ def link(calls: Sequence[Call], contexts: Contexts) -> Links:
         if c.replay_of in index:
             # A replayed answer is the earlier sample again: what continues it continues that one.
             index[c.id] = index[c.replay_of]
-    by_length = sorted(
-        (i for i, c in enumerate(calls) if len(c.sampled) and not c.replay_of),
-        key=lambda i: (-calls[i].context_length, -i),
-    )
+    candidates = _Candidates(calls)
     parents: list[int | None] = []
     recorded: list[int | None] = []
     ambiguous: set[int] = set()
@@ -37,12 +37,12 @@ def link(calls: Sequence[Call], contexts: Contexts) -> Links:
             # Only the beginning of that answer was gone on with.
             said = None
         recorded.append(said)
-        if said is not None and contexts.extends(c, calls[said]):
+        if said is not None and (calls[said].length, said) < (c.length, i) and contexts.extends(c, calls[said]):
             parents.append(said)
             if c.parent_ambiguous:
                 ambiguous.add(i)
             continue
-        found, tied = _longest(i, calls, contexts, by_length)
+        found, tied = _longest(i, calls, contexts, candidates)
         parents.append(found)
         if tied:
             ambiguous.add(i)
@@ -50,17 +50,37 @@ def link(calls: Sequence[Call], contexts: Contexts) -> Links:
     return Links(tuple(parents), tuple(recorded), frozenset(ambiguous), _siblings(calls, contexts))
 
 
-def _longest(i: int, calls: Sequence[Call], contexts: Contexts, by_length: Sequence[int]) -> tuple[int | None, bool]:
+class _Candidates:
+    """Calls that something may go on from, the longest context first; of equal ones the latest first."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        some = [i for i, c in enumerate(calls) if len(c.sampled) and not c.replay_of]
+        some.sort(key=lambda i: (-calls[i].context_length, -i))
+        self._calls = np.array(some, dtype=np.int64)
+        self._starts = np.array([calls[i].length for i in some], dtype=np.int64)
+        self._ends = np.array([calls[i].context_length for i in some], dtype=np.int64)
+        self._first = np.array([calls[i].sampled[0] for i in some], dtype=np.int32)
+        self._last = np.array([calls[i].sampled[-1] for i in some], dtype=np.int32)
+
+    def of(self, prompt: Ids) -> list[int]:
+        """Those whose sample's first and last id stand in the prompt: few are left to be compared in full."""
+        begin = int(np.searchsorted(-self._ends, -len(prompt)))
+        firsts = prompt[self._starts[begin:]] == self._first[begin:]
+        fits = np.flatnonzero(firsts) + begin
+        fits = fits[prompt[self._ends[fits] - 1] == self._last[fits]]
+        found: list[int] = self._calls[fits].tolist()
+        return found
+
+
+def _longest(i: int, calls: Sequence[Call], contexts: Contexts, candidates: _Candidates) -> tuple[int | None, bool]:
     """The call with the longest context that begins call i's prompt, and whether another one ties with it."""
     c = calls[i]
     found: int | None = None
-    for k in by_length:
+    for k in candidates.of(contexts.prompt(c)):
         earlier = calls[k]
-        if k == i or earlier.context_length > c.length:
-            continue
         if found is not None and earlier.context_length < calls[found].context_length:
             return found, False
-        if contexts.extends(c, earlier):
+        if k != i and contexts.extends(c, earlier):
             if found is not None:
                 return found, True
             found = k

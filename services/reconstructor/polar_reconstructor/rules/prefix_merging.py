@@ -45,7 +45,7 @@ class PrefixMerging:
             parent, tied = _parent(i, view, tips, continued)
             joined = None if parent is None else _join(parent, i, view, ends)
             if parent is None or joined is None:
-                chain = _Building([Link(i, not reason, reason)], break_class(i, view), tied)
+                chain = _Building([Link(i, not reason, reason)], break_class(i, view, ends), tied)
                 built.append(chain)
             else:
                 gap, drift = joined

@@ -42,6 +42,7 @@ def _foreign(name: str) -> Any:
         for point in importlib.metadata.entry_points(group=GROUP):
             if point.name == name:
                 return point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{name} can't be loaded: {error}", "rule") from error
+    except Exception as error:
+        # Whatever a module of the user's does when it is imported.
+        raise ConfigError(f"{name} can't be loaded: {error!r}", "rule") from error
     raise ConfigError(f"no rule of that name: {name!r}; built in: {', '.join(sorted(_BUILT_IN))}", "rule")

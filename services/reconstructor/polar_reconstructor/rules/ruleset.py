@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from polar_common.errors import ConfigError
 from polar_render.vocabulary import Vocabulary
@@ -21,6 +21,8 @@ __all__ = ["BUILT_IN", "RuleSet", "load", "parse"]
 
 FORMAT = 2
 """Grows when the same settings come to mean other traces."""
+Count = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+"""Strict: YAML's `yes` is no 1."""
 
 
 class RuleSet(BaseModel):
@@ -31,11 +33,11 @@ class RuleSet(BaseModel):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     rule: str = "exact"
     """`per_request`, `exact`, `prefix_merging`, `tree`, an entry point of `polar.rules`, or `module:Class`."""
-    options: dict[str, Any] = {}
+    options: dict[str, JsonValue] = {}
     """For rules of your own."""
-    max_trace_tokens: Annotated[int, Field(ge=0)] = 0
+    max_trace_tokens: Count = 0
     """Prompt + response; longer traces are cut at a span's end, keeping what comes before. 0: no bound."""
-    min_action_tokens: Annotated[int, Field(ge=0)] = 1
+    min_action_tokens: Count = 1
     """Traces that train fewer tokens are left out (`min_tokens`)."""
     side: Literal["exclude", "train"] = "exclude"
     """Titles and the like: calls without tools that nothing was made of."""
@@ -55,13 +57,17 @@ class RuleSet(BaseModel):
     edit. Without it, the ids and what the proxy recorded decide."""
     tokenizer_hash: str = ""
     """Its fingerprint, filled in when a rule set is loaded: the path may change, the tokenizer may not."""
-    end_of_turn: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    end_of_turn: tuple[Count, ...] = ()
     """`prefix_merging`: end-of-turn ids, where the log's engine facts don't tell them."""
 
     @model_validator(mode="after")
     def _one_place(self) -> RuleSet:
         if self.rule == "tree" and self.mixed_policy == "split":
             raise ValueError("a tree stores each span once: mixed_policy can't be split")
+        try:
+            _ = self.hash
+        except TypeError as error:
+            raise ValueError(f"options: {error}") from error
         return self
 
     @property
@@ -74,6 +80,16 @@ class RuleSet(BaseModel):
 BUILT_IN: dict[str, RuleSet] = {
     name: RuleSet(name=name, rule=name) for name in ("exact", "per_request", "prefix_merging", "tree")
 }
+
+
+class _Unique(yaml.SafeLoader):
+    """YAML in which a key stands once: of two, one would be dropped in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [str(key.value) for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} stands here twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def parse(value: object, source: str = "rules") -> RuleSet:
@@ -106,8 +122,8 @@ def load(name: str) -> RuleSet:
     if not path.is_file():
         raise ConfigError(f"no rule set and no file of that name; built in: {', '.join(sorted(BUILT_IN))}", name)
     try:
-        value = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        value = yaml.load(path.read_text(), _Unique)
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"not readable as YAML: {error}", name) from error
     if isinstance(value, dict):
         value = {"name": path.stem[:64], **value}
