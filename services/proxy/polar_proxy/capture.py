@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,10 @@ def build(index: SessionIndex, plan: Plan, sample: Sample, facts: CallFacts, ren
         sent,
         None if native else sample.prompt_ids,
         completion_tokens=sample.completion_tokens,
+        said=bool(sample.parts),
     )
+    if native and sample.prompt_ids is None and not verdict.untrainable:
+        verdict = replace(verdict, untrainable="no_token_ids")
     ids = np.array(sample.ids, dtype=np.int32)
     base = plan.base if plan.base is not None and plan.base.completion in index.nodes else None
     shared = plan.shared if base is not None else 0

@@ -17,6 +17,8 @@ __all__ = ["Verdict", "judge"]
 _GREEDY = 0.01
 _ABOVE_ZERO = 1e-3
 """Engines round: a log-prob may come out a little above 0."""
+_NONE = -9999.0
+"""What vLLM's API says, and OpenAI's, for a log-prob that is missing or minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,12 @@ def judge(
     reported: Sequence[int] | None,
     *,
     completion_tokens: int | None = None,
+    said: bool = False,
 ) -> Verdict:
-    """`completion_tokens`: how many the engine says it sampled, where it says so."""
+    """`completion_tokens`: how many the engine says it sampled, where it says so. `said`: its answer isn't empty."""
     exact = None if reported is None else _equal(sent, reported)
     values, at = _values(logprobs)
-    if not ids and (completion_tokens or 0) > 0:
+    if not ids and (said or (completion_tokens or 0) > 0):
         return Verdict("no_token_ids", values, exact)
     if ids and (values is None or kind == "none"):
         return Verdict("no_logprobs", None, exact)
@@ -78,8 +81,7 @@ def _equal(sent: Ids, reported: Sequence[int]) -> bool:
 def _plain(logprobs: Sequence[float | None]) -> bool:
     """Whether all are numbers that a log-prob can be: cheaper than asking numpy about a few dozen."""
     try:
-        total = sum(logprobs)  # type: ignore[arg-type]
-        return total - total == 0.0 and max(logprobs) <= _ABOVE_ZERO  # type: ignore[type-var,operator]
+        return sum(logprobs) > _NONE and max(logprobs) <= _ABOVE_ZERO  # type: ignore[arg-type,type-var,operator]
     except TypeError:
         return False
 
@@ -90,9 +92,8 @@ def _values(logprobs: Sequence[float | None] | None) -> tuple[npt.NDArray[np.flo
         return None, None
     if logprobs and _plain(logprobs):
         return np.array(logprobs, dtype=np.float32), None
-    try:
-        values = np.array(logprobs, dtype=np.float32)
-    except (TypeError, ValueError):
-        return np.full(len(logprobs), np.nan, dtype=np.float32), 0
-    good = (values <= _ABOVE_ZERO) & (values > -np.inf)
-    return values, None if good.all() else int(good.argmin())
+    plain = [v if type(v) in (float, int) else np.nan for v in logprobs]
+    values = np.array(plain, dtype=np.float64)
+    good = (values <= _ABOVE_ZERO) & (values > _NONE)
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32), None if good.all() else int(good.argmin())

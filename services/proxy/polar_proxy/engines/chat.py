@@ -20,7 +20,7 @@ from polar_render.messages import Image, Json, Message, Part, Text, Thinking, To
 
 from .base import Capabilities, Chunk, GenerateRequest
 from .vllm import VllmEngine, finish_of, sampling_json
-from .wire import error_from, events
+from .wire import error_from, events, load, logprobs_of, token_ids
 
 __all__ = ["VllmChatEngine", "chat_messages"]
 
@@ -160,11 +160,9 @@ class VllmChatEngine(VllmEngine):
             async for told in events(response):
                 chunk = Chunk()
                 for data in told:
-                    try:
-                        read_chat(chunk, orjson.loads(data), said)
-                    except orjson.JSONDecodeError as error:
-                        raise EngineDown(f"an event that isn't JSON: {error}") from error
-                finished, ids = finished or chunk.finish is not None, ids + len(chunk.ids)
+                    read_chat(chunk, load(data), said)
+                finished = response.over = finished or chunk.finish is not None
+                ids += len(chunk.ids)
                 if finished and not ids:
                     chunk.parts = said.parts()
                 yield chunk
@@ -223,17 +221,19 @@ def read_chat(chunk: Chunk, body: dict[str, Any], said: _Said) -> None:
         if (error := body.get("error")) is not None:
             raise error_from(int(error.get("code") or 500), orjson.dumps(body))
         if (prompt := body.get("prompt_token_ids")) is not None:
-            chunk.prompt_ids = prompt
+            chunk.prompt_ids = token_ids(prompt)
         if (usage := body.get("usage")) is not None:
             chunk.prompt_tokens = usage.get("prompt_tokens") or 0
             chunk.completion_tokens = usage.get("completion_tokens") or 0
             chunk.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         for choice in body["choices"]:
+            if choice.get("index"):
+                raise ValueError("a choice that wasn't asked for")
             said.add(choice.get("delta") or choice.get("message") or {})
-            chunk.ids += choice.get("token_ids") or ()
+            chunk.ids += token_ids(choice.get("token_ids") or [])
             content = (choice.get("logprobs") or {}).get("content")
             if content is not None:
-                values = [entry["logprob"] for entry in content]
+                values = logprobs_of(content, "logprob")
                 chunk.logprobs = values if chunk.logprobs is None else chunk.logprobs + values
             if choice.get("finish_reason") is not None:
                 reason = choice["finish_reason"]

@@ -42,6 +42,8 @@ class Response(asyncio.Protocol):
         self._error: Exception | None = None
         self.closed = False
         self.parked = 0.0
+        self.over = False
+        """All that matters of a stream was read."""
         self.on_end: Callable[[], None] | None = None
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -107,7 +109,7 @@ class Response(asyncio.Protocol):
         """Begin a request on a free connection."""
         self._parser = httptools.HttpResponseParser(self)
         self._blocks, self._held, self._error = [], 0, None
-        self._opened = self._complete = False
+        self._opened = self._complete = self.over = False
         self.status, self.headers = 0, {}
         self._heard = self._loop.time()
         self._timer = self._loop.call_later(self._idle_s, self._check)
@@ -138,11 +140,10 @@ class Response(asyncio.Protocol):
 
     async def read(self) -> bytes:
         """The whole body."""
-        while not self._complete:
-            await self._more()
-        body = b"".join(self._blocks)
-        self._blocks, self._held = [], 0
-        return body
+        parts: list[bytes] = []
+        while part := await self.block():
+            parts.append(part)
+        return b"".join(parts)
 
     @property
     def reusable(self) -> bool:

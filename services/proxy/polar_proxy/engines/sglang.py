@@ -15,7 +15,7 @@ from polar_common.errors import EngineBusy, EngineDown, EngineError, EngineRefus
 from polar_common.events import SamplingUsed, VersionSpan
 
 from .base import Capabilities, Chunk, EngineFinish, GenerateRequest, LogprobKind
-from .wire import Wire, error_from, events
+from .wire import Wire, error_from, events, load, logprobs_of, token_ids
 
 __all__ = ["SglangEngine"]
 
@@ -70,7 +70,7 @@ class _Reader:
             if (error := body.get("error")) is not None:
                 raise error_from(int(error.get("code") or 500), orjson.dumps(body))
             meta = body["meta_info"]
-            self._ids(chunk, body.get("output_ids") or [], meta)
+            self._ids(chunk, token_ids(body.get("output_ids") or []), meta)
             chunk.prompt_tokens = int(meta.get("prompt_tokens") or 0)
             chunk.cached_tokens = int(meta.get("cached_tokens") or 0)
             if (reason := meta.get("finish_reason")) is not None:
@@ -86,7 +86,7 @@ class _Reader:
         told = meta.get("output_token_logprobs")
         if told is not None:
             triples = told[self.seen :] if len(told) == total else told
-            values = [t[0] for t in triples]
+            values = logprobs_of(triples, 0)
             chunk.logprobs = values if chunk.logprobs is None else chunk.logprobs + values
         chunk.ids += fresh
         self.seen += len(fresh)
@@ -138,12 +138,8 @@ class SglangEngine:
             async for told in events(response):
                 chunk = Chunk()
                 for data in told:
-                    try:
-                        body = orjson.loads(data)
-                    except orjson.JSONDecodeError as error:
-                        raise EngineDown(f"an event that isn't JSON: {error}") from error
-                    reader.take(chunk, body)
-                finished = finished or chunk.finish is not None
+                    reader.take(chunk, load(data))
+                finished = response.over = finished or chunk.finish is not None
                 yield chunk
             if not finished:
                 raise EngineDown("the engine's stream ended without a finish reason")

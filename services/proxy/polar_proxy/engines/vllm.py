@@ -14,7 +14,7 @@ from polar_common.errors import EngineBusy, EngineDown, EngineError, EngineRefus
 from polar_common.events import SamplingUsed, VersionSpan
 
 from .base import Capabilities, Chunk, EngineFinish, GenerateRequest, LogprobKind
-from .wire import Wire, error_from, events
+from .wire import Wire, error_from, events, load, logprobs_of, token_ids
 
 __all__ = ["VllmEngine", "sampling_json", "version_spans"]
 
@@ -64,12 +64,14 @@ def finish_of(reason: Any) -> EngineFinish | None:
 
 def read_choice(chunk: Chunk, choice: dict[str, Any]) -> None:
     """Add a choice, whole or a piece of a stream, to `chunk`."""
+    if choice.get("index"):
+        raise ValueError("a choice that wasn't asked for")
     ids = choice.get("token_ids")
     if ids:
-        chunk.ids += ids
+        chunk.ids += token_ids(ids)
         told = choice.get("logprobs")
         if told is not None and (content := told.get("content")) is not None:
-            values = [entry["logprob"] for entry in content]
+            values = logprobs_of(content, "logprob")
             chunk.logprobs = values if chunk.logprobs is None else chunk.logprobs + values
     reason = choice.get("finish_reason")
     if reason is not None:
@@ -87,7 +89,7 @@ def read_body(chunk: Chunk, body: dict[str, Any]) -> None:
         for choice in body["choices"]:
             read_choice(chunk, choice)
         if (prompt := body.get("prompt_token_ids")) is not None:
-            chunk.prompt_ids = prompt
+            chunk.prompt_ids = token_ids(prompt)
         if (usage := body.get("usage")) is not None:
             chunk.prompt_tokens = usage.get("prompt_tokens") or 0
             chunk.completion_tokens = usage.get("completion_tokens") or 0
@@ -135,12 +137,8 @@ class VllmEngine:
             async for told in events(response):
                 chunk = Chunk()
                 for data in told:
-                    try:
-                        body = orjson.loads(data)
-                    except orjson.JSONDecodeError as error:
-                        raise EngineDown(f"an event that isn't JSON: {error}") from error
-                    read_body(chunk, body)
-                finished = finished or chunk.finish is not None
+                    read_body(chunk, load(data))
+                finished = response.over = finished or chunk.finish is not None
                 yield chunk
             if not finished:
                 raise EngineDown("the engine's stream ended without a finish reason")

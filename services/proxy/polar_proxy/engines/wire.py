@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -13,7 +14,11 @@ from polar_common.errors import EngineBusy, EngineDown, EngineError, EngineOverf
 
 from .http import Connections, Response
 
-__all__ = ["Wire", "error_from", "events"]
+__all__ = ["Wire", "error_from", "events", "load", "logprobs_of", "token_ids"]
+
+_REST_S = 5.0
+"""How long a stream may stay open once the sample in it has ended."""
+_LARGEST = 2**31 - 1
 
 _OVERFLOW = re.compile(
     r"maximum context length|max_model_len|context window|longer than the model|exceeds? the (?:model'?s )?context"
@@ -49,13 +54,59 @@ def error_from(status: int, body: bytes, headers: Mapping[str, str] | None = Non
     return EngineDown(text or f"the engine answered {status}", status)
 
 
+def load(body: bytes) -> Any:
+    """JSON, with NaN and infinities where an engine writes them. Raises EngineDown for anything else."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise EngineDown(f"the engine's answer isn't JSON: {error}") from error
+
+
+def token_ids(told: Any) -> list[int]:
+    """Ids as they are recorded: int32, none below 0. Raises ValueError for anything else."""
+    if type(told) is not list:
+        raise ValueError(f"ids that are {type(told).__name__}")
+    if told and (set(map(type, told)) != {int} or min(told) < 0 or max(told) > _LARGEST):
+        raise ValueError("ids that are none")
+    return told
+
+
+def logprobs_of(entries: list[Any], key: str | int) -> list[float | None]:
+    """The log-probs in an answer's entries, None where an entry has none."""
+    try:
+        return [entry[key] for entry in entries]
+    except (KeyError, TypeError, IndexError):
+        return [_or_none(entry, key) for entry in entries]
+
+
+def _or_none(entry: Any, key: str | int) -> Any:
+    try:
+        return entry[key]
+    except (KeyError, TypeError, IndexError):
+        return None
+
+
+async def _within(response: Response, until: float) -> bytes:
+    """More of a stream whose sample has ended; b"" where nothing comes any more."""
+    try:
+        async with asyncio.timeout_at(until):
+            return await response.block()
+    except TimeoutError:
+        response.close()
+        return b""
+
+
 async def events(response: Response) -> AsyncIterator[list[bytes]]:
     """The data of server-sent events, all that one read completed at a time; `[DONE]` ends it.
 
-    Lines may be cut anywhere. Raises EngineDown if the stream ends without `[DONE]`.
+    Lines may be cut anywhere. Raises EngineDown if the stream ends without `[DONE]`. Once the sample
+    is over, what still comes isn't waited for much longer.
     """
-    rest = b""
-    while block := await response.block():
+    rest, until = b"", 0.0
+    while block := await (_within(response, until) if until else response.block()):
         data = rest + block if rest else block
         cut = data.rfind(b"\n") + 1
         if not cut:
@@ -69,7 +120,10 @@ async def events(response: Response) -> AsyncIterator[list[bytes]]:
             return
         if found:
             yield found
-    raise EngineDown("the engine's stream ended before its end")
+            if not until and response.over:
+                until = asyncio.get_running_loop().time() + _REST_S
+    if not (until and response.closed and asyncio.get_running_loop().time() >= until):
+        raise EngineDown("the engine's stream ended before its end")
 
 
 class Wire:
@@ -109,9 +163,7 @@ class Wire:
         """The JSON of an answer. Raises EngineError."""
         response = await self.post(path, body, headers)
         try:
-            return orjson.loads(await response.read())
-        except orjson.JSONDecodeError as error:
-            raise EngineDown(f"the engine's answer isn't JSON: {error}") from error
+            return load(await response.read())
         finally:
             self.release(response)
 
