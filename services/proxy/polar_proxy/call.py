@@ -75,7 +75,10 @@ class Call:
     clock: float = field(default_factory=time.monotonic)
     interrupted: Reason | None = None
     policy_seq: int = 0
+    swaps: tuple[int, bool] = (0, False)
+    """The replica's `swaps` at the start."""
     committing: bool = False
+    """What comes goes onto the log, a sample or its failure: nothing may interrupt that."""
     encoder: Encoder | None = None
     """Of the stream that has been begun: an error in it goes on with its numbers and ids."""
 
@@ -236,6 +239,8 @@ class Call:
         for number, choice in enumerate(self.choices):
             choice.live.committing = True
             assert choice.sample is not None and self.replica.capabilities is not None
+            if not choice.sample.versions and self.replica.swapped(self.swaps):
+                choice.sample.kv_mixed = True
             facts = CallFacts(
                 completion=choice.live.completion, key=self.session.key, producer=self.publisher.producer,
                 used=choice.used, engine=self.engine,
@@ -302,8 +307,11 @@ class Call:
             error = EngineDown("the log doesn't answer; nothing was recorded", 503, 1.0)
             await self._tell(error)
             return
+        self.committing = True
         await self._abort("engine_error", str(error))
         METRICS.errors.labels("engine").inc()
+        if not self.exchange.gone:
+            self.session.index.rejected[self.plan.request.raw_hash] += 1
         await self._tell(error)
 
     async def _abort(self, reason: Reason, detail: str) -> None:

@@ -135,7 +135,7 @@ def _stable(
     exact = sample.prompt_ids is not None if plan.native is not None else verdict.context_exact
     if exact is not True:
         event["context_exact"] = exact
-    if any(a in _UNFAITHFUL for a in plan.additions):
+    if any(a in _UNFAITHFUL for a in plan.additions) or any(map(_unseen, request.dropped)):
         event["context_faithful"] = False
     versions = [{"version": v.version, "start": v.start} for v in sample.versions]
     optional: dict[str, Any] = {
@@ -155,6 +155,11 @@ def _stable(
         event["images"] = references(request.messages, index.pictures, _prompt(plan, sample), plan.pictures)
     event.update({k: v for k, v in optional.items() if v or (k == "untrainable_at" and v == 0)})
     return orjson.dumps(event), [b for b in (head_blob, ids_blob, lp_blob) if b is not None]
+
+
+def _unseen(dropped: str) -> bool:
+    """Whether something left out is a whole item of the conversation; a reasoning item so left out holds nothing."""
+    return dropped.startswith("input[?type==") and "reasoning" not in dropped
 
 
 def _prompt(plan: Plan, sample: Sample) -> Ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,6 +26,8 @@ __all__ = ["Publisher", "Reason"]
 Reason = Literal["client_gone", "sealed", "engine_error", "cancelled", "timeout"]
 _REJECTIONS = 200
 """Refusals of one attempt that are put on the log; a harness that asks for ever is only counted beyond."""
+_COUNTED = 65_536
+"""Attempts whose refusals are counted; the one that was refused longest ago is forgotten."""
 _log = structlog.get_logger(__name__)
 
 
@@ -35,6 +38,7 @@ class Publisher:
         self._bus = bus
         self._sessions = sessions
         self.producer = bus.producer
+        self._refused: OrderedDict[tuple[str, int], int] = OrderedDict()
 
     async def captured(self, session: Session, item: Captured) -> None:
         """Blobs, event, index. Raises BusError; the attempt is then doubtful: the log may hold the event."""
@@ -95,14 +99,14 @@ class Publisher:
             session.doubtful = True
             _log.warning("an undelivered answer isn't on the log", completion=completion, error=repr(error))
 
-    async def rejected(
-        self, key: SessionKey, session: Session | None, dialect: str, status: int, reason: str, detail: str
-    ) -> None:
-        """A refusal, up to a bound per attempt."""
-        if session is not None:
-            session.index.rejections += 1
-            if session.index.rejections > _REJECTIONS:
-                return
+    async def rejected(self, key: SessionKey, dialect: str, status: int, reason: str, detail: str) -> None:
+        """A refusal, up to a bound per attempt: one that is sealed, or not yet known, may ask for ever too."""
+        name = (key.session, key.attempt)
+        count = self._refused[name] = self._refused.pop(name, 0) + 1
+        if len(self._refused) > _COUNTED:
+            self._refused.popitem(last=False)
+        if count > _REJECTIONS:
+            return
         event = CompletionRejected(
             session=key.session, attempt=key.attempt, run=key.run, task=key.task, completion=new_id(),
             dialect=dialect, status=status, reason=reason, detail=detail[:500],

@@ -42,6 +42,7 @@ async def replay(
     nodes = session.index.choices(node)
     for one in nodes:
         one.replays += 1
+        one.delivery = "pending"
     METRICS.replayed.inc()
     replies = [reply_of(n, None, renderer, tokens=request.sampling.logprobs) for n in nodes]
     if request.stream:
@@ -49,9 +50,9 @@ async def replay(
         await exchange.send(_restreamed(dialect, request, nodes, replies), more=False)
     else:
         await exchange.answer(200, whole_headers(node.completion), dialect.encode(replies, request))
-    if not exchange.gone:
-        for one in nodes:
-            one.delivery = "delivered"
+    for one in nodes:
+        one.delivery = "undelivered" if exchange.gone else "delivered"
+        if not exchange.gone:
             session.delivered.append(one.completion)
 
 

@@ -115,6 +115,11 @@ class ProxyService:
             self._count += 1
             try:
                 await self._admitted(exchange, dialect, session, request)
+            except PolarError as error:
+                if fault(error).status in (429, 503):
+                    # It reached no engine, and is to be made again.
+                    session.index.calls -= request.sampling.n
+                raise
             finally:
                 session.running -= 1
                 self._count -= 1
@@ -198,7 +203,7 @@ class ProxyService:
             made = replace(made, demand=demand, dropped=(*made.dropped, *lost))
         call = Call(
             session, dialect, made, renderer, replica, exchange, self.publisher, self._engine(replica, renderer),
-            self.settings.proxy_keepalive_s, policy_seq=replica.policy_seq,
+            self.settings.proxy_keepalive_s, policy_seq=replica.policy_seq, swaps=replica.swaps,
         )  # fmt: skip
         repeat = len(session.index.by_hash.get(request.raw_hash, ())) + session.index.aborted[request.raw_hash]
         for number in range(request.sampling.n):
@@ -316,8 +321,7 @@ class ProxyService:
 
     async def refuse(self, exchange: Exchange, dialect: Dialect, key: SessionKey, error: PolarError) -> None:
         """Answer and record a refusal of a request that wasn't even read."""
-        session = self.sessions.known(key.session, key.attempt)
-        await self._refuse(exchange, dialect, key, session, None, error)
+        await self._refuse(exchange, dialect, key, None, None, error)
 
     async def _refuse(
         self, exchange: Exchange, dialect: Dialect, key: SessionKey, session: Session | None,
@@ -330,7 +334,7 @@ class ProxyService:
             session.index.rejected[request.raw_hash] += 1
         if not exchange.started:
             await tell(exchange, dialect, error, request)
-        await self.publisher.rejected(key, session, dialect.name, status, reason, str(error))
+        await self.publisher.rejected(key, dialect.name, status, reason, str(error))
 
     # -- other questions
 

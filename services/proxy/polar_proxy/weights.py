@@ -101,6 +101,8 @@ class Weights:
         for replica in self._pool.replicas:
             if replica.engine.replica != event.replica or event.policy_seq < replica.policy_seq:
                 continue
+            if event.version != replica.version:
+                replica.swaps = (replica.swaps[0] + 1, replica.swaps[1])
             replica.version, replica.policy_seq = event.version, event.policy_seq
             replica.seq_of[event.version] = event.policy_seq
             published = self._published.get(event.version)
@@ -138,9 +140,11 @@ class Weights:
                 async with asyncio.timeout(_DRAIN_S):
                     while replica.running:
                         await replica.idle.wait()
+            replica.swaps = (replica.swaps[0], True)
             await replica.engine.update_weights(event.weights, event.version, drain=self._drain)
         finally:
             replica.draining = False
+            replica.swaps = (replica.swaps[0] + 1, False)
         told = PolicyActivated(
             segment=self._segment, version=event.version, policy_seq=event.policy_seq,
             replica=replica.engine.replica, update_s=round(time.monotonic() - start, 3),

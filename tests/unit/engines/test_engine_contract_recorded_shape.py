@@ -296,6 +296,23 @@ async def test_sglang_streams_that_send_only_what_is_new() -> None:
         await adapter.close()
 
 
+@pytest.mark.parametrize("last", ["v7", "v8"])
+async def test_sglang_releases_that_tell_only_the_last_weights(last: str) -> None:
+    """Asked under v7: where the answer ends under v8, nobody knows where that began."""
+
+    def edit(body: dict[str, Any]) -> None:
+        if "meta_info" in body:
+            del body["meta_info"]["weight_versions"]
+            body["meta_info"]["weight_version"] = last
+
+    async with serving(Wire("sglang", edit=edit)) as wire:
+        adapter = engine(wire)
+        whole = await adapter.complete(request("sglang"))
+        same = last == "v7"
+        assert whole.kv_mixed != same and whole.versions == ((VersionSpan(version="v7", start=0),) if same else ())
+        await adapter.close()
+
+
 async def test_a_chat_engine_without_ids_still_says_what_it_said() -> None:
     def edit(body: dict[str, Any]) -> None:
         for choice in body.get("choices", ()):

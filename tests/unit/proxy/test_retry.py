@@ -17,6 +17,8 @@ UNDELIVERED = Earlier("c", "captured", gone=True, delivery="undelivered")
 UNKNOWN = Earlier("c", "captured", delivery="unknown")
 EXTENDED = Earlier("c", "captured", delivery="unknown", extended=True)
 REPLAYED = Earlier("c", "captured", delivery="unknown", replays=1)
+UNDELIVERED_TWICE = Earlier("c", "captured", gone=True, delivery="undelivered", replays=1)
+BEING_REPLAYED = Earlier("c", "captured", delivery="pending", replays=1)
 ABORTED = Earlier("c", "aborted", gone=True)
 
 
@@ -37,6 +39,10 @@ ABORTED = Earlier("c", "aborted", gone=True)
         ([REPLAYED], "new", "replay"),
         ([ABORTED], "resample", "resample"),
         ([ABORTED, DELIVERED], "resample", "replay"),
+        ([DELIVERED, ABORTED], "resample", "resample"),
+        ([DELIVERED, RUNNING_GONE], "resample", "resample"),
+        ([UNDELIVERED_TWICE], "replay", "replay"),
+        ([BEING_REPLAYED], "new", "new"),
         ([RUNNING, RUNNING], "new", "new"),
         ([UNDELIVERED, RUNNING], "replay", "replay"),
         ([DELIVERED, RUNNING], "new", "replay"),

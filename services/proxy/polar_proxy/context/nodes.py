@@ -112,7 +112,7 @@ class SessionIndex:
     ended: set[str] = field(default_factory=set)
     """Completions that were aborted."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Request hash → refusals that a retry mark may still refer to."""
+    """Request hash → refusals, and failures that were told, that a retry mark may still refer to."""
     heads: dict[bytes, str] = field(default_factory=dict)
     """Head key → the completion whose event holds its body."""
     agents: set[str] = field(default_factory=set)
@@ -125,7 +125,6 @@ class SessionIndex:
     synced: int = 0
     calls: int = 0
     tokens: int = 0
-    rejections: int = 0
 
     def add(self, node: Node) -> None:
         """A completion was acknowledged (or read from the log)."""

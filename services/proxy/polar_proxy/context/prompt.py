@@ -111,12 +111,13 @@ def plan_native(
     base, shared = _relative(index, keys, match, request.messages)
     try:
         ids = renderer.render(given_back(index, match, request.messages), head, prefill=request.prefill)
+        begun = len(ids) - len(renderer.render(request.messages[:-1], head)) if request.prefill else 0
     except RenderError:
         if ids_in:
             raise
-        ids = []
+        ids, begun = [], int(request.prefill)
     return Plan(
-        request, head, keys, _ids(ids), chain="native", base=base, shared=shared,
+        request, head, keys, _ids(ids), chain="native", base=base, shared=shared, prefill_tokens=max(0, begun),
         parent=match.node if match else None, by=match.by if match else "none",
         ambiguous=match.ambiguous if match else False,
         native=None if ids_in else NativePrompt(request.messages, head, request.prefill), spawned_by=by,

@@ -17,6 +17,7 @@ from polar_render.demand import demanded_calls
 from polar_render.messages import Message, Part, ToolCall, text_of
 from polar_render.records import Echo, Ids, Link, ResolvedCompletion
 
+from .hollow import is_hollow
 from .nodes import Node, SessionIndex
 from .own_ids import own_ids
 
@@ -137,7 +138,7 @@ def _node(
     keys = prefix_keys(fresh, start, counted)
     request_key = keys[-1] if keys else start
     calls[event.completion] = counted
-    prefill = bool(own) and own[-1].role == "assistant" and event.prefill_tokens > 0
+    prefill = bool(own) and own[-1].role == "assistant" and (event.prefill_tokens > 0 or _begun_empty(event, own[-1]))
     before = (keys[-2] if len(keys) > 1 else start) if prefill else request_key
     begun = text_of(own[-1]) if prefill else ""
     found = renderer.parse(item.sampled.tolist(), _head(index, item), prefill=begun)
@@ -189,6 +190,11 @@ def _node(
         choice=event.choice,
         parallel_of=event.parallel_of,
     )
+
+
+def _begun_empty(event: CompletionCaptured, last: Message) -> bool:
+    """Whether the answer was begun with nothing, which left no ids in the prompt. Responses begin no answers."""
+    return event.dialect != "openai_responses" and is_hollow(last)
 
 
 def _link(index: SessionIndex, item: ResolvedCompletion) -> Link:

@@ -43,12 +43,12 @@ class Decision:
 
 
 def decide(earlier: Sequence[Earlier], *, marked: bool, rejected: int = 0) -> Decision:
-    """`earlier` by time; `rejected`: refusals of this request that no retry has answered yet."""
+    """`earlier` by time; `rejected`: refusals of this request, and failures told, that no retry has answered."""
     for call in reversed(earlier):
-        if call.phase == "captured" and not call.extended and not call.replays:
-            if call.delivery in ("undelivered", "unknown"):
+        if call.phase == "captured" and not call.extended:
+            if call.delivery == "undelivered" or (call.delivery == "pending" and call.gone):
                 return Decision("replay", call.completion)
-            if call.delivery == "pending" and call.gone:
+            if call.delivery == "unknown" and not call.replays:
                 return Decision("replay", call.completion)
     for call in reversed(earlier):
         if call.phase == "committing" and call.gone:
@@ -57,7 +57,13 @@ def decide(earlier: Sequence[Earlier], *, marked: bool, rejected: int = 0) -> De
         return Decision("new", consumed=True)
     if marked:
         for call in reversed(earlier):
+            if _lost(call):
+                break
             if call.phase == "captured" and call.delivery != "pending" and not call.extended:
                 return Decision("replay", call.completion)
-    lost = [c for c in earlier if c.phase == "aborted" or (c.phase == "running" and c.gone)]
+    lost = [c for c in earlier if _lost(c)]
     return Decision("resample", lost[-1].completion) if lost else Decision("new")
+
+
+def _lost(call: Earlier) -> bool:
+    return call.phase == "aborted" or (call.phase == "running" and call.gone)

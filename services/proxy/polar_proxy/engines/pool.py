@@ -40,7 +40,13 @@ class Replica:
     weights_hash: str = ""
     seq_of: dict[str, int] = field(default_factory=dict)
     """Policy sequence by version, of all versions this replica has had."""
+    swaps: tuple[int, bool] = (0, False)
+    """How often its weights were changed, and whether they are being changed."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def swapped(self, since: tuple[int, bool]) -> bool:
+        """Whether its weights may have changed under a call that began when `swaps` was so."""
+        return self.swaps != since or self.swaps[1]
 
     @property
     def usable(self) -> bool:

@@ -59,10 +59,11 @@ def _versions(meta: dict[str, Any], count: int) -> tuple[VersionSpan, ...]:
 
 
 class _Reader:
-    """Answers, or events of a stream, into chunks. `seen`: ids taken so far."""
+    """Answers, or events of a stream, into chunks. `seen`: ids taken so far; `version`: the weights at the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str = "") -> None:
         self.seen = 0
+        self._version = version
 
     def take(self, chunk: Chunk, body: dict[str, Any]) -> None:
         """Raises EngineError for an error in the answer, EngineDown for nonsense."""
@@ -76,6 +77,9 @@ class _Reader:
             if (reason := meta.get("finish_reason")) is not None:
                 _finish(chunk, reason)
                 chunk.versions = _versions(meta, self.seen)
+                if self._version and "weight_versions" not in meta and meta.get("weight_version") != self._version:
+                    # Only the last weights are told: where they began, nobody knows.
+                    chunk.versions, chunk.kv_mixed = (), True
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineDown(f"an answer that isn't understood: {error!r}") from error
 
@@ -133,7 +137,7 @@ class SglangEngine:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         response = await self._wire.post("/generate", self._body(request, True))
-        reader, finished = _Reader(), False
+        reader, finished = _Reader(request.cache_salt), False
         try:
             async for told in events(response):
                 chunk = Chunk()
@@ -149,7 +153,7 @@ class SglangEngine:
     async def complete(self, request: GenerateRequest) -> Chunk:
         body = await self._wire.ask("/generate", self._body(request, False))
         chunk = Chunk()
-        _Reader().take(chunk, body)
+        _Reader(request.cache_salt).take(chunk, body)
         if chunk.finish is None:
             raise EngineDown("the engine's answer has no finish reason")
         return chunk
