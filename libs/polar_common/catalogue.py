@@ -3,6 +3,7 @@
 One stream of facts that happen once. A log with one segment, as it begins, has an empty catalogue.
 `polar.catalogue.segment.<seg>.<fact>` for `opened`, `rolled`, `archived`, `sealed`, `dropped`;
 `polar.catalogue.task.<hash>` for each task of a dropped segment, so that its id is refused for ever.
+`polar.catalogue.build.<build>`: under which rules a build is made, in all segments.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import orjson
 
 from .bus import Bus
 from .bus.read import Stored, direct_get, leader_get
-from .errors import Conflict, Poison, Unavailable
-from .ids import FIRST_SEGMENT
+from .errors import ConfigError, Conflict, Poison, Unavailable
+from .ids import FIRST_SEGMENT, token
 from .topology import CATALOGUE, events_stream
 
 __all__ = ["Catalogue", "Fact"]
@@ -80,6 +81,19 @@ class Catalogue:
                 continue
             count += 1
         return count
+
+    async def claim_build(self, build: str, rules: str, rules_hash: str) -> None:
+        """A build is made under one rule set: whoever claims its name first decides which. Raises ConfigError."""
+        subject = f"{_PREFIX}.build.{token(build)}"
+        body = orjson.dumps({"build": build, "rules": rules, "rules_hash": rules_hash})
+        try:
+            await self._bus.once_raw(subject, body, rules_hash)
+        except Conflict as conflict:
+            found = await leader_get(self._bus.nc, CATALOGUE, subject)
+            told = {} if found is None else _details(found)
+            known = f"{told.get('rules')}, hash {str(told.get('rules_hash'))[:12]}"
+            what = f"{build} exists under other rules ({known}): give the new one another name"
+            raise ConfigError(what, "build") from conflict
 
     async def earlier(self, task: str, segments: Sequence[str]) -> str:
         """The segment before this task's own in which the same run and id were accepted; "" if there is none."""

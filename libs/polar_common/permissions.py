@@ -31,13 +31,14 @@ _READS: dict[str, tuple[str, ...]] = {
     "ingest": ("events", "blobs", "dlq", "catalogue"),
     "gateway": ("events", "blobs"),
     "proxy": ("events", "blobs"),
-    "reconstructor": ("events", "blobs", "traces"),
+    "reconstructor": ("events", "blobs", "traces", "catalogue"),
     "evaluator": ("events", "blobs"),
     "analytics": ("events", "blobs", "traces"),
     "trainer": ("events", "blobs", "traces"),
     TOOLS: ("events", "blobs", "traces", "dlq", "catalogue"),
 }
 _WRITES_BLOBS = ("ingest", "gateway", "proxy", "reconstructor", "evaluator", TOOLS)
+_BUILD_NAMES = "polar.catalogue.build.>"
 # Consumers that are as many as there are trainers and engine replicas are made by those who read them.
 _MAKES = {"trainer": ("traces",), "proxy": ("events",)}
 # Dead letters are named by the consumer that gave up; the scheduler and the projector follow without a durable one.
@@ -100,7 +101,7 @@ def _service(name: str, topology: Topology, segments: tuple[str, ...]) -> NatsUs
     if name in _WRITES_BLOBS:
         publish.append("polar.blobs.>")
     if name == "reconstructor":
-        publish.append("polar.traces.>")
+        publish += ["polar.traces.>", _BUILD_NAMES]
     publish += [f"polar.dlq.{consumer}.>" for consumer in _BURIES.get(name, ())]
     for spec in consumers(topology):
         if spec.owner == name:
@@ -149,7 +150,7 @@ def _taken(stream: str, durable: str) -> list[str]:
 def _tools(topology: Topology, segments: tuple[str, ...]) -> NatsUser:
     streams = _streams(_READS[TOOLS], segments)
     owned = [o.pattern for o in OWNERS.values() if o.owner in ("reconstructor", "evaluator")]
-    publish = [*owned, "polar.traces.>", "polar.blobs.>", *_reading(streams), f"{_API}.STREAM.LIST"]
+    publish = [*owned, "polar.traces.>", _BUILD_NAMES, "polar.blobs.>", *_reading(streams), f"{_API}.STREAM.LIST"]
     publish += [f"{_API}.CONSUMER.{verb}.{stream}" + end for stream in streams for verb, end in _LOOKING]
     deny = [f"{_API}.CONSUMER.MSG.NEXT.{s.stream}.{s.durable}" for s in consumers(topology)]
     return NatsUser(TOOLS, tuple(publish), tuple(deny), (f"{inbox_prefix(TOOLS)}.>",))

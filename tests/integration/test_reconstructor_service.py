@@ -35,9 +35,9 @@ class Process:
         self.log = directory / "log"
         self.child: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, **settings: str) -> None:
         self.ready.unlink(missing_ok=True)
-        env = os.environ | {"POLAR_NATS": self.url, "POLAR_READY_FILE": str(self.ready)}
+        env = os.environ | {"POLAR_NATS": self.url, "POLAR_READY_FILE": str(self.ready)} | settings
         with self.log.open("ab") as log:
             command = [sys.executable, "-c", "from polar_reconstructor.app import run; run()"]
             self.child = subprocess.Popen(command, env=env, stdout=log, stderr=log)
@@ -117,3 +117,20 @@ def test_a_rule_set_that_is_none_stops_the_start(tmp_path: Path) -> None:
     rules.write_text("rule: exact\nmax_trace_token: 5\n")
     with pytest.raises(ConfigError, match="max_trace_token: unknown field"):
         build_service(ReconstructorSettings(reconstructor_rules=str(rules)))
+
+
+async def test_the_live_build_stays_one_rule_sets(bus: Bus, process: Process) -> None:
+    """Started under other rules, the service ends and says what to do; under another name it works."""
+    script = Script().started().call("c1", [1], [10, E]).ended()
+    await script.publish(bus)
+    process.start()
+    await until_built(bus, [script])
+    process.stop(signal.SIGTERM)
+    process.start(POLAR_RECONSTRUCTOR_RULES="per_request")
+    assert process.child is not None
+    assert await asyncio.to_thread(process.child.wait, 30) != 0
+    assert "live exists under other rules (exact, hash" in process.log.read_text()
+    process.start(POLAR_RECONSTRUCTOR_RULES="exact")
+    async with asyncio.timeout(30):
+        while not process.ready.exists():
+            await asyncio.sleep(0.05)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import structlog
 import uvloop
 
 from polar_common.bus import Stored
+from polar_common.errors import Unavailable
 from polar_common.events import GroupClosed, SessionArtifacts, SessionCancelled, SessionFailed
 from polar_common.service import Service
 from polar_common.topology import Topology, consumers
@@ -14,6 +18,8 @@ from .rules import load
 from .settings import ReconstructorSettings
 
 __all__ = ["build_service", "run"]
+
+_log = structlog.get_logger(__name__)
 
 
 def build_service(settings: ReconstructorSettings) -> Service:
@@ -42,7 +48,19 @@ def build_service(settings: ReconstructorSettings) -> Service:
     return service
 
 
+async def _claim(service: Service, settings: ReconstructorSettings) -> None:
+    """The build stays one rule set's. Raises ConfigError where it was begun under another one."""
+    maker = Reconstructor(service.bus, settings.build, load(settings.reconstructor_rules))
+    while not service.stop.is_set():
+        try:
+            return await maker.claim()
+        except Unavailable as error:
+            _log.warning("the log doesn't answer yet", error=str(error))
+            await asyncio.sleep(1.0)
+
+
 def run(argv: list[str] | None = None) -> None:
     """Entry point of `polar run-service reconstructor`."""
-    service = build_service(ReconstructorSettings())
-    uvloop.run(service.run())
+    settings = ReconstructorSettings()
+    service = build_service(settings)
+    uvloop.run(service.run(lambda: _claim(service, settings)))

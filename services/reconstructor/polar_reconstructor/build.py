@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from polar_common.bus import Stored
-from polar_common.errors import Misplaced, PolarError, TraceError
+from polar_common.errors import Misplaced, Poison, PolarError, TraceError
 
 from . import tree
 from .adopted import adopt
@@ -85,19 +85,26 @@ def prepare(selection: Selection) -> Prepared:
     """
     found = Prepared(selection, [], [], [], {})
     for message in selection.captured:
-        doc = _in_place(document(message.body), message)
+        doc = _document(message)
         wanted = blobs_wanted(doc)
         found.wanted += wanted
         found.captured.append((doc, message.sequence) if wanted else call(doc, message.sequence, {}, found.engines))
     for message in selection.aborted:
-        doc = _in_place(document(message.body), message)
+        doc = _document(message)
         found.wanted += blobs_wanted(doc)
         found.aborted.append((doc, message.sequence))
     return found
 
 
-def _in_place(doc: Document, message: Stored) -> Document:
-    """Who may write where goes by subjects: what lies on another's isn't believed. Raises Misplaced."""
+def _document(message: Stored) -> Document:
+    """A completion's body. Who may write where goes by subjects, so what belongs on another's isn't believed.
+
+    Raises Poison, FromTheFuture or Misplaced, naming the message.
+    """
+    try:
+        doc = document(message.body)
+    except Poison as error:
+        raise type(error)(f"{message.subject}: {error}") from error
     own = f"{doc.get('session')}.{doc.get('attempt')}.{doc.get('completion')}.{str(doc.get('kind')).partition('.')[2]}"
     if not message.subject.endswith(f".completion.{own}"):
         raise Misplaced(f"{message.subject} holds what belongs to {own}")

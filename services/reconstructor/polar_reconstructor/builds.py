@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+import structlog
+
 from polar_common import subjects
-from polar_common.bus import Bus, scan
+from polar_common.bus import Bus, Stored, scan
 from polar_common.catalogue import Catalogue
-from polar_common.errors import ConfigError
+from polar_common.errors import ConfigError, Poison
 from polar_common.events import BuildFailed, BuildReconstructed
 from polar_common.topology import TRACES, events_stream
+from polar_common.trace_messages import read_message
 from polar_common.traces import TraceManifest
 
 __all__ = ["BuildFact", "BuildSummary", "Difference", "FateChange", "compare", "diff", "read_build", "summaries"]
 
 BuildFact = BuildReconstructed | BuildFailed
 TRAINED = "trained"
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -82,8 +86,7 @@ async def summaries(bus: Bus, build: str | None = None) -> list[BuildSummary]:
     found: dict[str, BuildSummary] = {}
     for segment in await Catalogue(bus).kept():
         async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
-            event = stored.event
-            if isinstance(event, BuildReconstructed | BuildFailed):
+            if (event := _fact(stored)) is not None:
                 found.setdefault(event.build, BuildSummary(event.build)).add(event, stored.time)
     return list(found.values())
 
@@ -92,9 +95,19 @@ async def read_build(bus: Bus, segment: str, build: str) -> dict[str, BuildFact]
     """Session → what the build said of it, in one segment."""
     found: dict[str, BuildFact] = {}
     async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
-        if isinstance(stored.event, BuildReconstructed | BuildFailed):
-            found[stored.event.session] = stored.event
+        if (event := _fact(stored)) is not None:
+            found[event.session] = event
     return found
+
+
+def _fact(stored: Stored) -> BuildFact | None:
+    """None for what can't be read, which is told: one damaged message mustn't hide a log's builds."""
+    try:
+        event = stored.event
+    except Poison as error:
+        _log.warning("what a build said of a session can't be read", subject=stored.subject, error=str(error))
+        return None
+    return event if isinstance(event, BuildReconstructed | BuildFailed) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,5 +183,8 @@ def _changes(session: str, old: BuildFact, new: BuildFact) -> list[FateChange]:
 async def _trace_ids(bus: Bus, build: str) -> set[str]:
     found: set[str] = set()
     async for stored in scan(bus, TRACES, [subjects.manifests_filter(build=build)]):
-        found.update(TraceManifest.model_validate_json(stored.body).traces)
+        try:
+            found.update(read_message(TraceManifest, stored.body).traces)
+        except Poison as error:
+            _log.warning("a manifest can't be read", subject=stored.subject, error=str(error))
     return found

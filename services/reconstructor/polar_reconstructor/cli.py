@@ -127,10 +127,16 @@ def replay(
 
         report = _with_bus(data, work)
     facts = {"build": name, "rules": rule_set.name, "rules_hash": report.rules_hash, "messages": report.messages}
-    facts |= {k: report.results[k] for k in ("reconstructed", "failed", "there", "open")} | {"groups": report.groups}
+    counted = ("reconstructed", "failed", "newer", "there", "open")
+    facts |= {k: report.results[k] for k in counted} | {"groups": report.groups}
+    facts["unreadable"] = report.results["unreadable"]
     _print(f"build {name}", [facts], json)
     if report.results["failed"]:
         warn(f"{report.results['failed']} sessions couldn't be built: `polar build show {name}`")
+    if report.results["newer"]:
+        warn(f"{report.results['newer']} sessions are of a newer version: replay {name} again after an upgrade")
+    if report.results["unreadable"]:
+        warn(f"{report.results['unreadable']} groups weren't closed, their messages can't be read: `polar verify`")
 
 
 async def _processes(origin: Origin) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from polar_common.bus import Stored
 from polar_common.errors import Poison, TraceError
 from polar_common.events import (
+    Event,
     SessionArtifacts,
     SessionCancelled,
     SessionExited,
@@ -87,7 +88,7 @@ def _decide(session: str, stored: Sequence[Stored]) -> tuple[Selection | None, d
         tokens = message.subject.split(".")
         if tokens[3] != "session" or tokens[6] not in _READ:
             continue
-        event = message.event
+        event = _event(message)
         attempt = attempts.setdefault(_number(tokens, message), _Attempt())
         match event:
             case SessionInitialized():
@@ -105,6 +106,14 @@ def _decide(session: str, stored: Sequence[Stored]) -> tuple[Selection | None, d
             case _:
                 pass
     return None, attempts
+
+
+def _event(message: Stored) -> Event:
+    """Raises Poison or FromTheFuture, naming the message."""
+    try:
+        return message.event
+    except Poison as error:
+        raise type(error)(f"{message.subject}: {error}") from error
 
 
 def _number(tokens: Sequence[str], message: Stored) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -12,10 +13,12 @@ from prometheus_client import Counter, Histogram
 from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Stored
+from polar_common.catalogue import Catalogue
 from polar_common.errors import BlobError, BusError, Conflict, FromTheFuture, Poison, TraceError, Unavailable
 from polar_common.events import BuildFailed, GroupClosed
 from polar_common.ids import segment_of
 from polar_common.packing import BlobRef
+from polar_common.trace_messages import read_message
 from polar_common.traces import GroupTraces, RoleTotals, TraceManifest
 from polar_render.vocabulary import Vocabulary
 
@@ -79,7 +82,7 @@ class Reconstructor:
             selection = select(session, messages)
         except (TraceError, Poison) as error:
             _unless_newer(error)
-            return await self._failed(session, None, messages[-1], error)
+            return await self.failed(session, None, messages, error)
         if selection is None:
             return ""
         try:
@@ -91,13 +94,13 @@ class Reconstructor:
         except (FromTheFuture, Unavailable):
             raise
         except (TraceError, BlobError, Poison, Conflict) as error:
-            return await self._failed(session, selection, messages[-1], error)
+            return await self.failed(session, selection, messages, error)
         except BusError:
             raise
         except Exception as error:
             # The build is a pure function: trying again would fail again, and the group would wait for its deadline.
             _log.exception("building failed", session=session)
-            return await self._failed(session, selection, messages[-1], error)
+            return await self.failed(session, selection, messages, error)
         _sessions.labels("reconstructed").inc()
         return "reconstructed"
 
@@ -132,12 +135,15 @@ class Reconstructor:
             self._blobs[segment] = Blobs(self.bus, segment)
         return self._blobs[segment]
 
-    async def _failed(self, session: str, selection: Selection | None, last: Stored, error: Exception) -> str:
-        event = last.event if selection is None else None
+    async def failed(
+        self, session: str, selection: Selection | None, messages: Sequence[Stored], error: Exception
+    ) -> str:
+        """Say that the session can't be built, and why."""
+        run, task = (selection.run, selection.task) if selection else _correlation(messages)
         _log.error("session not built", session=session, build=self.build, reason=str(error))
         failed = BuildFailed(
-            run=selection.run if selection else event.run if event else "",
-            task=selection.task if selection else event.task if event else "",
+            run=run,
+            task=task,
             session=session,
             attempt=selection.attempt if selection else 0,
             build=self.build,
@@ -148,6 +154,10 @@ class Reconstructor:
             await self.bus.once(failed)
         _sessions.labels("failed").inc()
         return "failed"
+
+    async def claim(self) -> None:
+        """Take the build's name for these rules. Raises ConfigError where it is another rule set's."""
+        await Catalogue(self.bus).claim_build(self.build, self.rules.name, self.rules.hash)
 
     # -- groups
 
@@ -179,7 +189,7 @@ class Reconstructor:
         if done is None:
             return None
         stored = await self.bus.last(subjects.trace_manifest(event.run, self.build, event.task, session))
-        return None if stored is None else TraceManifest.model_validate_json(stored.body)
+        return None if stored is None else read_message(TraceManifest, stored.body, stored.subject)
 
 
 def _projection(event: GroupClosed, build: str, manifests: Mapping[str, TraceManifest]) -> GroupTraces:
@@ -228,6 +238,14 @@ def decided(session: str, messages: Sequence[Stored]) -> bool:
         return select(session, messages) is not None
     except (TraceError, Poison):
         return True
+
+
+def _correlation(messages: Sequence[Stored]) -> tuple[str, str]:
+    """Run and task, from the first message that can be read."""
+    for message in messages:
+        with suppress(Poison):
+            return message.event.run, message.event.task
+    return "", ""
 
 
 def _unless_newer(error: Exception) -> None:

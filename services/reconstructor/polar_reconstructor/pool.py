@@ -14,10 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 import uvloop
 
 from polar_common.bus import Bus, Stored
-from polar_common.errors import Unavailable
+from polar_common.errors import FromTheFuture, Unavailable
 
 from .handlers import Reconstructor
 from .origins import Archived
@@ -25,6 +26,7 @@ from .rules import RuleSet
 
 __all__ = ["Builders", "Here", "Job", "Processes"]
 
+_log = structlog.get_logger(__name__)
 Message = tuple[str, int, datetime, bytes]
 """Subject, sequence, log time, body."""
 Job = tuple[str, list[Stored]]
@@ -40,7 +42,7 @@ class Builders(Protocol):
         ...
 
     async def build(self, batch: Sequence[Job]) -> list[str]:
-        """`reconstructed` or `failed` per session, in order. Raises Unavailable."""
+        """`reconstructed`, `failed` or `newer` per session, in order. Raises Unavailable."""
         ...
 
     def close(self) -> None: ...
@@ -55,7 +57,14 @@ class Here:
         self._maker = maker
 
     async def build(self, batch: Sequence[Job]) -> list[str]:
-        return list(await asyncio.gather(*(self._maker.reconstruct(session, stored) for session, stored in batch)))
+        return list(await asyncio.gather(*(self._one(session, stored) for session, stored in batch)))
+
+    async def _one(self, session: str, stored: list[Stored]) -> str:
+        try:
+            return await self._maker.reconstruct(session, stored)
+        except FromTheFuture as error:
+            _log.error("left: a newer version wrote it; replay with that", session=session, error=str(error))
+            return "newer"
 
     def close(self) -> None:
         return None

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
+import structlog
 from nats.js.errors import NotFoundError
 
 from polar_common.bus import Bus, Stored
-from polar_common.errors import ConfigError
+from polar_common.errors import ConfigError, FromTheFuture, Poison
 from polar_common.events import GroupClosed, SessionAccepted
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import events_stream
@@ -33,6 +34,7 @@ _BATCH, _BATCH_BYTES = 16, 8_000_000
 """Sessions, and bytes of their messages, handed over together; with the builders' `at_once` they bound memory."""
 _CLOSINGS = 32
 _DECIDING = (".artifacts", ".0.failed", ".0.cancelled")
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class Report:
     messages: int = 0
     bytes: int = 0
     results: Counter[str] = field(default_factory=Counter)
-    """`reconstructed`, `failed`, `there` (from an earlier try), and sessions `open` at the end."""
+    """`reconstructed`, `failed`, `newer` (left to an upgraded replay), `there` (from an earlier try), and sessions
+    `open` at the end; and `unreadable` closings."""
     groups: int = 0
 
 
@@ -106,6 +109,7 @@ class Replay:
         self._batch: list[Job] = []
         self._weight = 0
         self._unfinished: set[str] = set()
+        self._newer: set[str] = set()
         self._running: set[asyncio.Task[None]] = set()
         self._free = asyncio.Semaphore(self._builders.at_once)
         self._closings: list[GroupClosed] = []
@@ -117,6 +121,8 @@ class Replay:
         """
         await self._place()
         await self._resume()
+        if not self._maker.dry:
+            await self._maker.claim()
         self.report.end = await self._origin.last()
         begun = asyncio.get_running_loop().time()
         try:
@@ -171,24 +177,53 @@ class Replay:
         self.report.position = stored.sequence
         tokens = stored.subject.split(".", 5)
         if tokens[3] == "group":
-            event = stored.event
-            if isinstance(event, GroupClosed) and self._choice.run in ("", event.run):
-                self._closings.append(event)
-                if len(self._closings) >= _CLOSINGS:
-                    await self._close_groups()
+            await self._take_closing(stored)
             return
         session = tokens[4]
         if session in self._skipped:
             return
-        if not self._choice.whole and stored.subject.endswith(".0.accepted"):
-            accepted = stored.event
-            if isinstance(accepted, SessionAccepted) and not self._choice.takes(accepted, stored.time):
-                self._skipped.add(session)
-                self._gathered.pop(session, None)
-                return
+        if stored.subject.endswith(".0.accepted") and not await self._chosen(session, stored):
+            self._skipped.add(session)
+            self._gathered.pop(session, None)
+            return
         self._gathered.setdefault(session, []).append(stored)
         if stored.subject.endswith(_DECIDING) and decided(session, self._gathered[session]):
             await self._schedule(session, self._gathered.pop(session))
+
+    async def _take_closing(self, stored: Stored) -> None:
+        try:
+            event = stored.event
+        except Poison as error:
+            self._unreadable(stored.subject, error)
+            return
+        if isinstance(event, GroupClosed) and self._choice.run in ("", event.run):
+            self._closings.append(event)
+            if len(self._closings) >= _CLOSINGS:
+                await self._close_groups()
+
+    async def _chosen(self, session: str, stored: Stored) -> bool:
+        """Whether a session that was accepted is to be built. Where that can't be told, the session has failed."""
+        if self._choice.whole:
+            return True
+        try:
+            accepted = stored.event
+        except FromTheFuture as error:
+            self._leave(session, error)
+            return False
+        except Poison as error:
+            told = Poison(f"{stored.subject}: {error}")
+            self.report.results[await self._maker.failed(session, None, [stored], told)] += 1
+            return False
+        return isinstance(accepted, SessionAccepted) and self._choice.takes(accepted, stored.time)
+
+    def _leave(self, session: str, error: FromTheFuture) -> None:
+        _log.error("left: a newer version wrote it; replay with that", session=session, error=str(error))
+        self._newer.add(session)
+        self.report.results["newer"] += 1
+
+    def _unreadable(self, subject: str, error: Exception) -> None:
+        _log.error("a closing can't be projected", subject=subject, error=str(error))
+        self.report.results["unreadable"] += 1
 
     async def _schedule(self, session: str, messages: list[Stored]) -> None:
         self._skipped.add(session)
@@ -213,6 +248,7 @@ class Replay:
         finally:
             self._free.release()
         self.report.results.update(results)
+        self._newer.update(session for (session, _), result in zip(batch, results, strict=True) if result == "newer")
         self._unfinished.difference_update(session for session, _ in batch)
 
     async def _finish(self, tasks: set[asyncio.Task[None]]) -> None:
@@ -233,6 +269,11 @@ class Replay:
             self.report.groups += sum(await asyncio.gather(*(self._project(event) for event in some)))
 
     async def _project(self, event: GroupClosed) -> bool:
-        if not await self._maker.any_built(m.session for m in event.members):
+        sessions = [m.session for m in event.members]
+        if not self._newer.isdisjoint(sessions) or not await self._maker.any_built(sessions):
             return False
-        return await self._maker.project(event)
+        try:
+            return await self._maker.project(event)
+        except Poison as error:
+            self._unreadable(event.subject(), error)
+            return False
