@@ -26,6 +26,9 @@ from .layout import process_started
 __all__ = ["Child", "Supervisor", "reap"]
 
 _BACKOFFS_S = (0.2, 1.0, 3.0, 10.0)
+_KILLED_S = 1.0
+"""The longest wait for a child that was ready and then killed from outside: the others' leases lapse meanwhile. Longer
+ones are for what fails by itself or doesn't come up."""
 _STABLE_S = 10.0
 """Seconds after which a child that had become ready counts as running: its end is news, not a crash loop."""
 STOP_S = 20.0
@@ -47,6 +50,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     failures: int = 0
+    came_up: bool = False
     restart_at: float = 0.0
 
     @property
@@ -117,16 +121,21 @@ class Supervisor:
         happened = []
         now = time.monotonic()
         for child in self.children:
-            if self.stopping or child.alive:
+            if self.stopping:
+                continue
+            if not child.came_up and (child.alive or child.ready is None):
+                child.came_up = child.is_ready()
+            if child.alive:
                 continue
             if child.restart_at == 0.0:
-                came_up = child.ready_file is None or child.facts() is not None
-                if came_up and now - child.started_at > _STABLE_S:
+                if child.came_up and now - child.started_at > _STABLE_S:
                     child.failures = 0
                 delay = _BACKOFFS_S[min(child.failures, len(_BACKOFFS_S) - 1)]
+                code = child.process.returncode if child.process else None
+                if child.came_up and code == -signal.SIGKILL:
+                    delay = min(delay, _KILLED_S)
                 child.failures += 1
                 child.restart_at = now + delay
-                code = child.process.returncode if child.process else None
                 happened.append(f"{child.name} ended ({code}); again in {delay:g} s")
             elif now >= child.restart_at:
                 self._spawn(child)
@@ -168,7 +177,7 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-        child.started_at, child.restart_at = time.monotonic(), 0.0
+        child.started_at, child.restart_at, child.came_up = time.monotonic(), 0.0, False
         told = {"pid": child.process.pid, "started": process_started(child.process.pid), "name": child.name}
         self._label(child).write_bytes(orjson.dumps(told))
 
