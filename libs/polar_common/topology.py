@@ -96,8 +96,10 @@ def streams(topology: Topology) -> list[StreamConfig]:
         retention=RetentionPolicy.LIMITS,
         storage=StorageType.FILE,
         discard=DiscardPolicy.NEW,
-        # Events of a session repeat most of their envelope: on disk that costs next to nothing.
-        compression=StoreCompression.S2,
+        # Events of a session repeat most of their envelope: on disk that costs next to nothing. Not where servers
+        # replicate: nats-server 2.15.1 can't cut a compressed block to where its raft log begins, so that after all of
+        # them were killed at once a stream has no leader any more.
+        compression=StoreCompression.S2 if topology.replicas == 1 else StoreCompression.NONE,
         num_replicas=topology.replicas,
         duplicate_window=DUPLICATE_WINDOW_S,
         allow_direct=True,
@@ -206,8 +208,7 @@ async def differences(js: JetStreamContext, topology: Topology) -> list[str]:
             found.append(f"stream {want.name} is missing")
             continue
         for key in _COMPARED:
-            wanted, got = getattr(want, key), getattr(live, key)
-            got = None if got == StoreCompression.NONE else got
+            wanted, got = (None if v == StoreCompression.NONE else v for v in (getattr(want, key), getattr(live, key)))
             if (wanted or None) != (got or None) and not (key in ("max_bytes", "max_msgs_per_subject") and got == -1):
                 found.append(f"stream {want.name}: {key} is {got!r}, should be {wanted!r}")
     for spec in consumers(topology):
