@@ -53,10 +53,9 @@ def nats_cluster() -> Iterator[NatsCluster]:
         cluster.stop("kill")
 
 
-async def replicated(cluster: NatsCluster) -> Bus:
+async def replicated(cluster: NatsCluster, topology: Topology = Topology(replicas=3)) -> Bus:
     """A bus on the cluster, with fresh streams of three replicas."""
     connected = await Bus.connect(cluster.url, "test/bus")
-    topology = Topology(replicas=3)
     for _ in range(100):
         try:
             for stream in streams(topology):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -47,18 +47,26 @@ class Disk:
         subprocess.run(argv, check=True, capture_output=True)
 
 
-@pytest.fixture
-def disk() -> Iterator[Disk]:
+@contextmanager
+def disks(places: Sequence[Path], megabytes: int) -> Iterator[list[Disk]]:
+    """A disk at each place for the block; the test is skipped where it may not mount one."""
     if os.geteuid() != 0:
         pytest.skip("only root mounts a tmpfs")
-    with tempfile.TemporaryDirectory(prefix="polar-disk-") as name:
-        made = Disk(Path(name) / "disk")
-        try:
-            made.mount(12)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("this sandbox lets nobody mount a tmpfs")
+    with ExitStack() as mounted:
+        made = [Disk(place) for place in places]
+        for disk in made:
+            try:
+                disk.mount(megabytes)
+            except (OSError, subprocess.CalledProcessError):
+                pytest.skip("this sandbox lets nobody mount a tmpfs")
+            mounted.callback(disk.unmount)
         yield made
-        made.unmount()
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    with tempfile.TemporaryDirectory(prefix="polar-disk-") as name, disks([Path(name) / "disk"], 12) as made:
+        yield made[0]
 
 
 def accepted(number: int) -> SessionAccepted:
