@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,12 @@ import numpy.typing as npt
 from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Stored
-from polar_common.errors import TraceError, Unavailable
+from polar_common.errors import FromTheFuture, Poison, TraceError, Unavailable
 from polar_common.events import GroupMember
 from polar_common.ids import segment_of
 from polar_common.packing import Column, unpack
 from polar_common.topology import TRACES
+from polar_common.trace_messages import read_message
 from polar_common.traces import GroupTraces, Span, Trace, TraceImage, TraceManifest, span_inside, trace_hash
 
 __all__ = ["Floats", "Group", "Ids", "Mask", "Member", "TrainTrace", "load_group", "load_trace"]
@@ -32,6 +33,7 @@ Mask = npt.NDArray[np.uint8]
 
 MAIN = "main"
 """The role of a session's own agent."""
+_Kind = TypeVar("_Kind", Trace, TraceManifest)
 _PAGE = 256
 _TRIES = 5
 
@@ -138,7 +140,8 @@ class Group:
 async def load_group(bus: Bus, closed: GroupTraces, sequence: int, *, verify: bool = True) -> Group:
     """Fetch and check a closed group. `verify` recomputes trace ids.
 
-    Raises TraceError or BlobError for damage, Unavailable while the traces can't be read.
+    Raises TraceError or BlobError for damage, FromTheFuture for what a newer version wrote, Unavailable while traces
+    can't be read.
     """
     wanted = [m.session for m in closed.members if m.trainable and m.session in closed.manifests]
     messages = await _read(bus, closed, wanted)
@@ -176,7 +179,7 @@ async def _traces(
     bus: Bus, member: GroupMember, closed: GroupTraces, messages: Sequence[Stored], verify: bool
 ) -> tuple[TrainTrace, ...]:
     bodies = {m.subject.rpartition(".")[2]: m.body for m in messages}
-    manifest = TraceManifest.model_validate_json(bodies["manifest"])
+    manifest = _message(TraceManifest, bodies["manifest"], f"{member.session}: its manifest")
     if manifest.hash() != closed.manifests[member.session]:
         raise TraceError(f"{member.session}: the manifest isn't the one that closed with its group")
     blobs = Blobs(bus, segment_of(member.session))
@@ -193,8 +196,9 @@ async def _traces(
 
 
 async def load_trace(body: bytes, blobs: Blobs, member: GroupMember, *, verify: bool = True) -> TrainTrace:
-    """One trace from its message. Raises TraceError or BlobError where lengths, masks or the id don't hold."""
-    trace = Trace.model_validate_json(body)
+    """One trace from its message. Raises TraceError or BlobError where it can't be read, or lengths, masks or the id
+    don't hold; FromTheFuture for a newer version's."""
+    trace = _message(Trace, body, f"{member.session}: a trace")
     prompt = cast(Ids, await _column(trace.prompt_ids, blobs))
     response = cast(Ids, await _column(trace.response_ids, blobs))
     mask = cast(Mask, await _column(trace.loss_mask, blobs))
@@ -221,6 +225,16 @@ async def load_trace(body: bytes, blobs: Blobs, member: GroupMember, *, verify: 
         step_rewards=steps,
         images=trace.images,
     )
+
+
+def _message(kind: type[_Kind], body: bytes, what: str) -> _Kind:
+    """A message that can't be read is a damaged one, as one is whose arrays disagree."""
+    try:
+        return read_message(kind, body, what)
+    except FromTheFuture:
+        raise
+    except Poison as error:
+        raise TraceError(str(error)) from error
 
 
 async def _column(column: Column, blobs: Blobs) -> npt.NDArray[np.generic]:

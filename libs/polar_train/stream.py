@@ -306,6 +306,10 @@ class TraceStream:
             except (TraceError, BlobError) as error:
                 reason = "damaged"
                 _log.error("a group is damaged", task=closed.task, error=str(error))
+            except FromTheFuture as error:
+                # Its closing stays open: an upgraded trainer gets it from its checkpoint.
+                _log.error("parked: a newer version wrote this; upgrade the trainer", error=str(error))
+                return None
             except BusError:
                 self._waiting[waiting.sequence] = waiting
                 raise

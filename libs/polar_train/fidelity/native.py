@@ -26,7 +26,7 @@ from polar_render.records import ResolvedCompletion, blobs_needed, resolve_sessi
 
 from .check import Options, Progress
 from .rendering import Difference, compare
-from .source import Chosen, Loaded, choose, windows
+from .source import Chosen, Loaded, choose, unreadable_because, windows
 
 __all__ = ["Example", "Gap", "GapReport", "deployment_gap"]
 
@@ -160,7 +160,7 @@ class _Gauge:
         try:
             records = await self._resolved(loaded)
         except (TraceError, BlobError, Poison) as error:
-            self._refuse("damaged", trained, f"{loaded.name.session}: {error}")
+            self._refuse(unreadable_because(error), trained, f"{loaded.name.session}: {error}")
             return
         await asyncio.to_thread(self._trace, loaded, trained, records, renderer)
 

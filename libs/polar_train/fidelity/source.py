@@ -11,19 +11,19 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from pydantic import ValidationError
 
 from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, scan
-from polar_common.errors import BlobError, TraceError
+from polar_common.errors import BlobError, FromTheFuture, Poison, PolarError, TraceError
 from polar_common.events import GroupMember
 from polar_common.ids import segment_of
 from polar_common.topology import TRACES
+from polar_common.trace_messages import read_message
 from polar_common.traces import Provenance, Span, Trace, TraceManifest
 from polar_train.groups import Floats, Ids, Mask, TrainTrace, load_trace
 
-__all__ = ["Chosen", "Loaded", "Name", "choose", "windows"]
+__all__ = ["Chosen", "Loaded", "Name", "choose", "unreadable_because", "windows"]
 
 _PAGE = 32
 _WINDOW_TOKENS = 1_000_000
@@ -69,7 +69,8 @@ class Chosen:
     traces: int = 0
     sessions: int = 0
     unreadable: Counter[str] = field(default_factory=Counter)
-    """`missing`, `damaged` or `pictures` (which aren't recomputed) → traces."""
+    """`missing`, `damaged`, `newer` (an upgrade reads them) or `pictures` (which aren't recomputed) → traces; a
+    manifest that can't be read counts as one."""
     details: list[str] = field(default_factory=list)
 
     def refuse(self, reason: str, detail: str) -> None:
@@ -91,7 +92,11 @@ async def choose(
     kept: list[tuple[int, Name]] = []
     wanted = frozenset(sessions)
     async for stored in scan(bus, TRACES, [subjects.manifests_filter(run or None, build)]):
-        manifest = TraceManifest.model_validate_json(stored.body)
+        try:
+            manifest = read_message(TraceManifest, stored.body, stored.subject)
+        except Poison as error:
+            chosen.refuse(unreadable_because(error), str(error))
+            continue
         if wanted and manifest.session not in wanted:
             continue
         chosen.sessions += 1
@@ -124,8 +129,8 @@ async def windows(bus: Bus, chosen: Chosen, tokens: int = _WINDOW_TOKENS) -> Asy
             except _Pictures as error:
                 chosen.refuse("pictures", f"{name.session}/{name.number}: {error}")
                 continue
-            except (TraceError, BlobError, ValidationError) as error:
-                chosen.refuse("damaged", f"{name.session}/{name.number}: {error}")
+            except (TraceError, BlobError, Poison) as error:
+                chosen.refuse(unreadable_because(error), f"{name.session}/{name.number}: {error}")
                 continue
             window.append(loaded)
             size += len(loaded.ids)
@@ -136,8 +141,13 @@ async def windows(bus: Bus, chosen: Chosen, tokens: int = _WINDOW_TOKENS) -> Asy
         yield window
 
 
+def unreadable_because(error: PolarError) -> str:
+    """`newer` or `damaged`."""
+    return "newer" if isinstance(error, FromTheFuture) else "damaged"
+
+
 async def _load(bus: Bus, name: Name, body: bytes) -> Loaded:
-    trace = Trace.model_validate_json(body)
+    trace = read_message(Trace, body)
     if trace.images:
         raise _Pictures(f"it shows {len(trace.images)} pictures, and only text is recomputed")
     found = await _checked(bus, name.session, body)
@@ -171,7 +181,7 @@ async def _path(bus: Bus, name: Name, trace: Trace) -> list[Ids]:
     for message in messages:
         if not message.subject.rpartition(".")[2].isdigit():
             continue
-        other = Trace.model_validate_json(message.body)
+        other = read_message(Trace, message.body)
         if other.tree is not None and other.tree.tree == trace.tree.tree:
             nodes[other.tree.node], parents[other.tree.node] = message.body, other.tree.parent
     found: list[Ids] = []

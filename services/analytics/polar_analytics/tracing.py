@@ -11,6 +11,7 @@ from polar_common.ids import segment_of, task_of
 from polar_common.packing import unpack
 from polar_common.subjects import session_traces
 from polar_common.topology import TRACES
+from polar_common.trace_messages import read_message
 from polar_common.traces import Span, Trace
 
 __all__ = ["MOST_TOKENS", "as_numbers", "session_tokens", "token_entries"]
@@ -58,14 +59,17 @@ def as_numbers(ids: Sequence[int]) -> list[str]:
 async def session_tokens(
     bus: Bus, session: str, build: str, decode: Decode, tokenizer_hash: str
 ) -> list[dict[str, Any]]:
-    """All traces of a session in a build, at most `MOST_TOKENS` tokens of each; decoded if this tokenizer made them."""
+    """All traces of a session in a build, at most `MOST_TOKENS` tokens of each; decoded if this tokenizer made them.
+
+    Raises Poison naming a message that can't be read, FromTheFuture for a newer version's.
+    """
     blobs = Blobs(bus, segment_of(session))
     found = await bus.read(TRACES, [session_traces(build, task_of(session), session)])
     out = []
     for stored in sorted(found, key=lambda s: s.sequence):
         if not stored.subject.rpartition(".")[2].isdigit():
             continue
-        trace = Trace.model_validate_json(stored.body)
+        trace = read_message(Trace, stored.body, stored.subject)
         columns = [
             unpack(c, await blobs.column(c)).tolist()[:MOST_TOKENS]
             for c in (trace.prompt_ids, trace.response_ids, trace.loss_mask, trace.logprobs)

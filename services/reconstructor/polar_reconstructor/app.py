@@ -53,7 +53,8 @@ async def _claim(service: Service, settings: ReconstructorSettings) -> None:
     maker = Reconstructor(service.bus, settings.build, load(settings.reconstructor_rules))
     while not service.stop.is_set():
         try:
-            return await maker.claim()
+            await maker.claim()
+            return
         except Unavailable as error:
             _log.warning("the log doesn't answer yet", error=str(error))
             await asyncio.sleep(1.0)

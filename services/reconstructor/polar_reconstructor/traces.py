@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from polar_common import subjects
 from polar_common.blobs import Blobs
-from polar_common.bus import Bus, scan
-from polar_common.errors import ConfigError
+from polar_common.bus import Bus, Stored, scan
+from polar_common.errors import ConfigError, TraceError
 from polar_common.ids import segment_of, task_of
 from polar_common.packing import Column, unpack
 from polar_common.topology import TRACES
+from polar_common.trace_messages import read_message
 from polar_common.traces import Trace, TraceManifest
 from polar_render.vocabulary import Vocabulary
 
@@ -41,24 +42,24 @@ class Read:
 async def find_traces(bus: Bus, name: str, build: str) -> list[Read]:
     """By session, `<session>/<number>`, or a trace id (six or more of its first digits).
 
-    Raises ConfigError where nothing, or more than one id, fits.
+    Raises ConfigError where nothing, or more than one id, fits; Poison, naming the message, for what can't be read.
     """
     session, _, number = name.partition("/")
     if "-" in session:
         found = await bus.read(TRACES, [subjects.session_traces(build, task_of(session), session)])
-        wanted = [m.body for m in found if _numbered(m.subject) and number in ("", m.subject.rpartition(".")[2])]
+        wanted = [m for m in found if _numbered(m.subject) and number in ("", m.subject.rpartition(".")[2])]
         if not wanted:
             raise ConfigError(f"build {build} has no such trace", name)
-        return [await _read(bus, body) for body in wanted]
+        return [await _read(bus, message) for message in wanted]
     return [await _read(bus, await _by_id(bus, name, build))]
 
 
-async def _by_id(bus: Bus, name: str, build: str) -> bytes:
+async def _by_id(bus: Bus, name: str, build: str) -> Stored:
     if len(name) < _ID_PREFIX:
         raise ConfigError(f"give at least {_ID_PREFIX} digits of a trace id, or a session", name)
     found: dict[str, str] = {}
     async for stored in scan(bus, TRACES, [subjects.manifests_filter(build=build)]):
-        manifest = TraceManifest.model_validate_json(stored.body)
+        manifest = read_message(TraceManifest, stored.body, stored.subject)
         for number, trace in enumerate(manifest.traces):
             if trace.startswith(name):
                 found[trace] = subjects.trace(manifest.run, build, manifest.task, manifest.session, number)
@@ -67,31 +68,36 @@ async def _by_id(bus: Bus, name: str, build: str) -> bytes:
     stored_trace = await bus.last(next(iter(found.values())))
     if stored_trace is None:
         raise ConfigError("the trace's message is gone: replay its build", name)
-    return stored_trace.body
+    return stored_trace
 
 
 async def build_traces(bus: Bus, build: str, run: str | None = None) -> AsyncIterator[Read]:
-    """All traces of a build that a manifest names, by session in the order their manifests came."""
-    waiting: dict[str, dict[int, bytes]] = {}
+    """All traces of a build that a manifest names, by session in the order their manifests came.
+
+    Raises TraceError where one is gone; Poison, naming the message, for what can't be read.
+    """
+    waiting: dict[str, dict[str, Stored]] = {}
     async for stored in scan(bus, TRACES, [subjects.trace_filter(run, build)]):
         tokens = stored.subject.split(".")
         if len(tokens) != 7:
             continue
         session, name = tokens[5], tokens[6]
         if name != "manifest":
-            waiting.setdefault(session, {})[int(name)] = stored.body
+            waiting.setdefault(session, {})[name] = stored
             continue
-        bodies = waiting.pop(session, {})
-        for number in range(len(TraceManifest.model_validate_json(stored.body).traces)):
-            yield await _read(bus, bodies[number])
+        there = waiting.pop(session, {})
+        for number in range(len(read_message(TraceManifest, stored.body, stored.subject).traces)):
+            if str(number) not in there:
+                raise TraceError(f"{session}: trace {number} of build {build} is gone: replay it under another name")
+            yield await _read(bus, there[str(number)])
 
 
 def _numbered(subject: str) -> bool:
     return subject.rpartition(".")[2].isdigit()
 
 
-async def _read(bus: Bus, body: bytes) -> Read:
-    trace = Trace.model_validate_json(body)
+async def _read(bus: Bus, stored: Stored) -> Read:
+    trace = read_message(Trace, stored.body, stored.subject)
     blobs = Blobs(bus, segment_of(trace.session))
 
     async def column(one: Column) -> npt.NDArray[np.generic]:
