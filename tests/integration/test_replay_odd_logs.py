@@ -13,7 +13,15 @@ from polar_common import subjects
 from polar_common.archive.segments import roll
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError
-from polar_common.events import BuildFailed, BuildReconstructed, Event, GroupClosed, GroupMember, SessionAccepted, encode
+from polar_common.events import (
+    BuildFailed,
+    BuildReconstructed,
+    Event,
+    GroupClosed,
+    GroupMember,
+    SessionAccepted,
+    encode,
+)
 from polar_common.ids import FIRST_SEGMENT, task_id
 from polar_common.topology import Topology
 from polar_reconstructor.builds import diff, read_build, summaries
