@@ -23,7 +23,16 @@ from polar_common.ids import segment_of
 from polar_common.packing import Column, unpack
 from polar_common.topology import TRACES
 from polar_common.trace_messages import read_message
-from polar_common.traces import GroupTraces, Span, Trace, TraceImage, TraceManifest, span_inside, trace_hash
+from polar_common.traces import (
+    GroupTraces,
+    Span,
+    Trace,
+    TraceImage,
+    TraceManifest,
+    TreePosition,
+    span_inside,
+    trace_hash,
+)
 
 __all__ = ["Floats", "Group", "Ids", "Mask", "Member", "TrainTrace", "load_group", "load_trace"]
 
@@ -64,6 +73,8 @@ class TrainTrace:
     step_rewards: Mapping[str, float] = field(default_factory=dict)
     """Completion id → reward, for the completions that the evaluator scored."""
     images: tuple[TraceImage, ...] = ()
+    tree: TreePosition | None = None
+    """Rules `tree`: where this node stands. In a group its prompt is the whole path before it."""
 
     @property
     def length(self) -> int:
@@ -183,7 +194,7 @@ async def _traces(
     if manifest.hash() != closed.manifests[member.session]:
         raise TraceError(f"{member.session}: the manifest isn't the one that closed with its group")
     blobs = Blobs(bus, segment_of(member.session))
-    found = []
+    found: list[TrainTrace] = []
     for number, name in enumerate(manifest.traces):
         body = bodies.get(str(number))
         if body is None:
@@ -192,6 +203,35 @@ async def _traces(
         if trace.trace_id != name:
             raise TraceError(f"{member.session}: trace {number} is {trace.trace_id}, the manifest says {name}")
         found.append(trace)
+    return _behind_ancestors(found)
+
+
+def _behind_ancestors(traces: list[TrainTrace]) -> tuple[TrainTrace, ...]:
+    """Nodes of trees (rules `tree`) with the path from the root as their prompt: a node alone isn't what the model saw.
+
+    Raises TraceError where a node's ancestor is missing.
+    """
+    whole: dict[tuple[bytes, int], TrainTrace] = {}
+    found = []
+    root = b""
+    for trace in traces:
+        made, place = trace, trace.tree
+        if place is not None and place.parent is None:
+            root = place.tree.encode() + trace.prompt_ids.tobytes()
+        elif place is not None:
+            above = whole.get((root, place.parent or 0))
+            if above is None or above.length != place.position_start:
+                raise TraceError(f"{trace.session}: trace {trace.number} has no parent of {place.position_start} ids")
+            start = place.position_start
+            own = tuple(
+                i if i.span is None else i.model_copy(update={"span": (i.span[0] + start, i.span[1])})
+                for i in trace.images
+            )
+            prompt = np.concatenate((above.prompt_ids, above.response_ids, trace.prompt_ids))
+            made = replace(trace, prompt_ids=prompt, images=(*above.images, *own))
+        if place is not None:
+            whole[root, place.node] = made
+        found.append(made)
     return tuple(found)
 
 
@@ -224,6 +264,7 @@ async def load_trace(body: bytes, blobs: Blobs, member: GroupMember, *, verify: 
         reward=reward,
         step_rewards=steps,
         images=trace.images,
+        tree=trace.tree,
     )
 
 

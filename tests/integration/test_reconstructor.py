@@ -204,3 +204,22 @@ async def test_a_member_without_a_build_has_no_manifest(bus: Bus) -> None:
     assert found is not None
     assert list(GroupTraces.model_validate_json(found.body).manifests) == [scripts[0].session]
     assert (await bus.js.stream_info(f"{EVENTS}_{FIRST_SEGMENT}")).state.messages > 0
+
+
+async def test_a_trainer_gets_the_nodes_of_a_tree_behind_what_the_model_saw(bus: Bus) -> None:
+    """A node alone would be trained without its context."""
+    script = Script().started().call("c1", [1, 2], [10, E])
+    script.call("c2", [1, 2, 10, E, 5], [20, E], parent="c1").call("c3", [1, 2, 10, E, 6], [30, E], parent="c1")
+    script.call("r1", [3], [40, E]).call("r2", [3, 40, E, 7], [50, E], parent="r1").ended()
+    await script.publish(bus)
+    service = Reconstructor(bus, "live", BUILT_IN["tree"])
+    await service.on_ended(await trigger(bus, subjects.session(script.session, 1, "artifacts")))
+    await service.project(closed([script]))
+    stored = await trigger(bus, subjects.trace_closed("run", "live", script.task))
+    group = await load_group(bus, GroupTraces.model_validate_json(stored.body), stored.sequence)
+    contexts = {"c1": [1, 2], "c2": [1, 2, 10, E, 5], "c3": [1, 2, 10, E, 6], "r1": [3], "r2": [3, 40, E, 7]}
+    shown = {}
+    for trace in group.traces:
+        whole = [*trace.prompt_ids.tolist(), *trace.response_ids.tolist()]
+        shown |= {s.completion: whole[: len(trace.prompt_ids) + s.start] for s in trace.spans if s.trained}
+    assert shown == contexts
