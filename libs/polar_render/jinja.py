@@ -69,7 +69,7 @@ class Template:
         """The rendered text. Raises RenderError where the template refuses or can't cope."""
         try:
             return self._compiled.render(
-                {"messages": messages, "tools": tools, "documents": None, **args, "add_generation_prompt": generate}
+                {"documents": None, **args, "messages": messages, "tools": tools, "add_generation_prompt": generate}
             )
         except RenderError:
             raise

@@ -228,6 +228,34 @@ async def test_a_blind_engine_refuses_pictures_in_the_providers_shape(proxy: Kit
     assert refused.status == 400 and not proxy.engine.journal
 
 
+COUNTS = {
+    "/v1/messages": ("/v1/messages/count_tokens", "input_tokens"),
+    "/v1/responses": ("/v1/responses/input_tokens", "input_tokens"),
+    "/v1beta/models/g:generateContent": ("/v1beta/models/g:countTokens", "totalTokens"),
+}
+
+
+@pytest.mark.parametrize("path", COUNTS)
+async def test_a_count_with_pictures_is_the_engines_own_and_no_sample(seeing: Kit, path: str) -> None:
+    body, _ = SHAPES[path]
+    question, field = COUNTS[path]
+    counted = await seeing.client.post(f"{seeing.base()}{question}", json=body)
+    assert counted.status_code == 200, counted.text
+    (asked,) = seeing.engine.journal
+    assert counted.json()[field] == len(asked.prompt) and asked.prompt.count(0) == 3
+    assert asked.body["max_tokens"] == 1 and await seeing.events() == []
+    assert (await seeing.client.post(f"{seeing.base()}{path}", json=body)).status_code == 200
+    assert (await _captured(seeing)).prompt.length == counted.json()[field]
+
+
+@pytest.mark.parametrize("path", COUNTS)
+async def test_a_count_of_what_would_be_refused_is_refused(proxy: Kit, path: str) -> None:
+    body, fits = SHAPES[path]
+    response = await proxy.client.post(f"{proxy.base()}{COUNTS[path][0]}", json=body)
+    assert response.status_code == 400 and fits(response.json()) and "no images" in response.text
+    assert await proxy.events() == []
+
+
 @pytest.mark.parametrize("path", SHAPES)
 async def test_a_seeing_engine_is_shown_the_pictures_of_every_dialect(seeing: Kit, path: str) -> None:
     body, _ = SHAPES[path]

@@ -151,6 +151,28 @@ async def test_a_begun_turn_is_known_to_another_instance(
     assert two.event.parent == one.completion
 
 
+@pytest.mark.parametrize("name", ["messages", "tools"])
+async def test_template_arguments_are_no_way_past_the_request(proxy: Kit, name: str) -> None:
+    """The record would say that the model was shown what the request holds."""
+    response = await proxy.chat([user("go")], chat_template_kwargs={name: [{"role": "user", "content": "else"}]})
+    assert response.status_code == 400 and response.json()["error"]["param"] == f"chat_template_kwargs.{name}"
+    assert proxy.engine.journal == []
+
+
+async def test_a_new_session_is_served_though_all_places_are_taken(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    async with kit(model_dir, nats_server.url, bus, tmp_path, proxy_sessions=1) as proxy:
+        hold = asyncio.Event()
+        proxy.engine.say(Say("slow", hold=hold), "quick")
+        running = asyncio.ensure_future(proxy.told([user("go")]))
+        await asyncio.sleep(0.2)
+        other = await proxy.chat([user("go")], key=session_key(f"{proxy.key.task}-1"))
+        hold.set()
+        assert other.status_code == 200, other.text
+        assert (await running)["content"] == "slow"
+
+
 async def test_an_item_that_is_not_shown_makes_the_context_unfaithful(proxy: Kit) -> None:
     items: list[dict[str, Any]] = [
         {"type": "message", "role": "user", "content": "go"},

@@ -135,14 +135,19 @@ class ProxyApp:
             raise RequestError(f"the body has more than {limit} bytes", status=413, kind="request_too_large")
         if headers.get("content-encoding", "identity") != "identity":
             raise RequestError("send the body uncompressed", status=415)
-        try:
-            async with asyncio.timeout(self._settings.proxy_request_s):
-                message = await receive()
-                body: bytes = message.get("body", b"")
-                if message.get("more_body"):
-                    body = await self._rest(receive, body, limit)
-        except TimeoutError:
-            raise RequestError("the body didn't arrive in time", status=408, kind="timeout_error") from None
+        if getattr(getattr(receive, "__self__", None), "more_body", True):
+            try:
+                async with asyncio.timeout(self._settings.proxy_request_s):
+                    message = await receive()
+                    body: bytes = message.get("body", b"")
+                    if message.get("more_body"):
+                        body = await self._rest(receive, body, limit)
+            except TimeoutError:
+                raise RequestError("the body didn't arrive in time", status=408, kind="timeout_error") from None
+        else:
+            # uvicorn has it already, as nearly always: then there is nothing to wait for.
+            message = await receive()
+            body = message.get("body", b"")
         if message.get("type") == "http.disconnect":
             raise RequestError("the client went away", status=400)
         if too_deep(body, self._settings.proxy_nesting):

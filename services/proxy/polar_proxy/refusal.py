@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from polar_common.errors import PolarError
+from polar_common.errors import PolarError, RenderError
 from polar_common.ids import new_id
 from polar_proxy.dialects.base import ChatRequest, Dialect, Encoder, Minted, Usage
 from polar_proxy.dialects.faults import fault
@@ -14,7 +14,7 @@ from polar_proxy.dialects.faults import fault
 from .exchange import Exchange
 from .headers import stream_headers
 
-__all__ = ["tell"]
+__all__ = ["reason_of", "tell"]
 
 _APART_S = 0.05
 
@@ -47,3 +47,14 @@ async def tell(
 def _survives(request: ChatRequest, error: PolarError) -> bool:
     what = fault(error)
     return request.hints.errors_in_stream and (what.overflow or what.status == 429)
+
+
+def reason_of(error: PolarError, status: int) -> str:
+    """In a word, as it is counted and recorded."""
+    names = {
+        401: "unauthorised", 404: "not_found", 408: "too_slow", 409: "sealed", 413: "too_large", 429: "busy",
+        503: "unavailable",
+    }  # fmt: skip
+    if isinstance(error, RenderError):
+        return "unrenderable"
+    return names.get(status, "malformed" if status < 500 else "error")

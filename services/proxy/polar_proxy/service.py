@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from polar_common.errors import EngineBusy, PolarError, RenderError, RequestError
+from polar_common.errors import EngineBusy, PolarError, RequestError
 from polar_common.events import EngineFacts
 from polar_common.ids import segment_of
 from polar_common.keys import SessionKey
@@ -26,13 +26,14 @@ from .call import Call, new_choice
 from .capture import engine_json
 from .context.prompt import Plan, head_of, plan, plan_native
 from .context.retry import Decision, decide
+from .counting import prompt_length
 from .demand import NOTHING, demand_of, without_hidden
 from .engines.pool import Pool, Replica
 from .exchange import Exchange, Sweeper
 from .metrics import METRICS
 from .pictures import ImageFormat, pictures_of, refusal, replaced, shown
 from .publish import Publisher
-from .refusal import tell
+from .refusal import reason_of, tell
 from .replay import earlier, replay
 from .sampling import max_tokens, sampling_used
 from .seals import Seals
@@ -328,7 +329,7 @@ class ProxyService:
         request: ChatRequest | None, error: PolarError,
     ) -> None:  # fmt: skip
         status = fault(error).status
-        reason = error.reason if isinstance(error, Refused) else _reason(error, status)
+        reason = error.reason if isinstance(error, Refused) else reason_of(error, status)
         METRICS.rejected.labels(reason).inc()
         if session is not None and request is not None and status in (429, 503):
             session.index.rejected[request.raw_hash] += 1
@@ -341,16 +342,25 @@ class ProxyService:
     async def count(
         self, dialect: Dialect, route: Route, key: SessionKey, headers: Mapping[str, str], body: bytes
     ) -> bytes:
-        """Tokens that a request would be prompted with. Nothing is recorded."""
+        """Tokens that a request would be prompted with. Nothing is recorded; what would be refused is refused."""
         self._open(key)
         request = await self._parse(dialect, route, headers, body)
         session = await self.sessions.get(key)
-        # An engine that takes pictures counts them itself, when it is asked; here they count as their placeholder.
-        request, _ = replaced(await self._expanded(session, request))
+        request, _, urls = await self._images(session, without_hidden(await self._expanded(session, request)))
         renderer = self.renderers.by(key.sampling.thinking)
         head = head_of(request)
         made = await self._make(session, request, renderer, head, head_key(head))
-        return dialect.count(len(made.prompt))
+        if made.native is None or not any(pictures_of(request.messages)):
+            return dialect.count(len(made.prompt))
+        admit(session, self.settings, self._count)
+        session.running += 1
+        self._count += 1
+        try:
+            replica = self.pool.pick(f"{key.session}.{key.attempt}.{request.hints.agent}")
+            return dialect.count(await prompt_length(replica, replace(made.native, images=urls)))
+        finally:
+            session.running -= 1
+            self._count -= 1
 
     def models(self, dialect: Dialect, route: Route, key: SessionKey) -> bytes:
         """The listing. An unknown name is the policy's too, unless that is refused."""
@@ -381,13 +391,3 @@ def _doubtful(made: Plan) -> bool:
         return True
     new = made.request.messages[made.parent.position + 1 :]
     return any(m.role == "assistant" for m in (new[:-1] if made.request.prefill else new))
-
-
-def _reason(error: PolarError, status: int) -> str:
-    names = {
-        401: "unauthorised", 404: "not_found", 408: "too_slow", 409: "sealed", 413: "too_large", 429: "busy",
-        503: "unavailable",
-    }  # fmt: skip
-    if isinstance(error, RenderError):
-        return "unrenderable"
-    return names.get(status, "malformed" if status < 500 else "error")

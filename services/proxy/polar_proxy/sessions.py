@@ -84,7 +84,7 @@ class Sessions:
         session = self._known.get(name)
         if session is None:
             session = self._known[name] = Session(key)
-            self._evict()
+            self._evict(name)
         self._known.move_to_end(name)
         if not session.loaded or session.doubtful:
             await self.refresh(session)
@@ -128,11 +128,15 @@ class Sessions:
         """Drop an attempt that can have no more calls."""
         self._known.pop((session, attempt), None)
 
-    def _evict(self) -> None:
+    def _evict(self, new: tuple[str, int]) -> None:
         if len(self._known) <= self._limit:
             return
         for name, session in list(self._known.items()):
             if len(self._known) <= self._limit:
                 return
-            if not session.running and time.monotonic() - (session.recent[-1] if session.recent else 0.0) > 1.0:
+            if (
+                name != new
+                and not session.running
+                and time.monotonic() - (session.recent[-1] if session.recent else 0.0) > 1.0
+            ):
                 del self._known[name]

@@ -71,6 +71,18 @@ def test_bytes_are_one_picture_however_they_are_spelt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
+def test_bytes_are_checked_without_being_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large picture is decoded once, where it is stored."""
+    data = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(30_000)).decode()
+    lengths: list[int] = []
+    decode = base64.b64decode
+    monkeypatch.setattr(base64, "b64decode", lambda *a, **k: (lengths.append(len(a[0])), decode(*a, **k))[1])
+    monkeypatch.setattr(base64, "b64encode", lambda *_: pytest.fail("encoded again"))
+    assert picture(name, data=data) == Image(mime="image/png", data=data)
+    assert max(lengths, default=0) < 100
+
+
+@pytest.mark.parametrize("name", BODIES)
 def test_an_address_stays_an_address(name: str) -> None:
     assert picture(name, url=ADDRESS) == Image(url=ADDRESS)
 

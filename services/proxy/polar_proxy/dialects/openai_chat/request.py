@@ -259,6 +259,15 @@ def _noted(body: f.Obj, sampling: Sampling, seen: f.Seen) -> None:
             raise f.bad(key, "is the retired form; use tools and tool_choice")
 
 
+def _template_args(body: f.Obj) -> f.Obj:
+    """Arguments for the template. What the request itself says isn't told otherwise beside it."""
+    args = f.table(body, "chat_template_kwargs") or {}
+    for key in ("messages", "tools"):
+        if key in args:
+            raise f.bad(f"chat_template_kwargs.{key}", f"is taken from the request's own {key}")
+    return args
+
+
 def _prefill(body: f.Obj, messages: tuple[Message, ...]) -> bool:
     """An assistant turn at the end is to be continued, unless the request says that a new turn shall follow it."""
     if f.flag(body, "continue_final_message") is False or messages[-1].role != "assistant":
@@ -280,7 +289,7 @@ def parse(headers: Mapping[str, str], raw: bytes) -> ChatRequest:
     _noted(body, sampling, seen)
     choice, form = _tool_choice(body), _response_format(body)
     effort = f.text_or_none(body, "reasoning_effort")
-    args = f.table(body, "chat_template_kwargs") or {}
+    args = _template_args(body)
     options = f.table(body, "stream_options") or {}
     seen.extra(options, frozenset(("include_usage",)), "stream_options")
     parallel, prefill = f.flag(body, "parallel_tool_calls"), _prefill(body, messages)
