@@ -153,3 +153,11 @@ async def test_an_edited_export_is_refused(house: list[Script], tmp_path: Path) 
         list(read_rows(path))
     with pytest.raises(ConfigError, match="endings"):
         await polar("export", str(tmp_path / "traces.csv"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "arrow", "parquet"])
+async def test_an_export_to_where_nothing_can_be_written_says_so(
+    house: list[Script], tmp_path: Path, ending: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"traces.{ending}: can't be written: .*No such file"):
+        await polar("export", str(tmp_path / "nowhere" / f"traces.{ending}"))

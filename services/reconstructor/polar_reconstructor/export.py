@@ -95,11 +95,14 @@ def check(row: Row) -> None:
 
 
 async def write(path: Path, reads: AsyncIterator[Read]) -> int:
-    """Write all traces; their number. The file appears whole or not at all."""
+    """Write all traces; their number. The file appears whole or not at all. Raises ConfigError where it can't."""
     kind = format_of(path)
     draft = path.with_name(path.name + ".part")
     count = 0
-    sink = _Sink(draft, kind)
+    try:
+        sink = _Sink(draft, kind)
+    except OSError as error:
+        raise ConfigError(f"can't be written: {error.strerror or error}", str(path)) from error
     try:
         async for read in reads:
             sink.add(row_of(read))
