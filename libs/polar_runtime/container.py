@@ -28,6 +28,8 @@ __all__ = ["HOME", "Container"]
 HOME = "/home/agent"
 # The first process, a relay with its threads and a courier aren't the task's.
 _SPARE_PIDS = 24
+# The daemon tells modes as Go does.
+_DIRECTORY = 1 << 31
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -42,6 +44,9 @@ class Container:
         self._running = False
         self._waking = asyncio.Lock()
         self._upper: Path | None = None
+        self._user = spec.user
+        self._volumes: list[Path] = []
+        self._volumes_held = 0
         self._stats = RuntimeStats()
         self._cpu_before = 0.0
         self.group: cgroup.Cgroup | None = None
@@ -54,7 +59,7 @@ class Container:
         """
         if not self._spec.image:
             raise ConfigError("the docker runtime needs an image", "runtime.image")
-        user = self._spec.user or await self._check_image()
+        user = self._user = self._spec.user or await self._check_image()
         answers = _is_root(user)
         if answers:
             await door.listen()
@@ -82,7 +87,9 @@ class Container:
         by the disk that lies over it."""
 
         def work(client: Any) -> bytes:
-            made = client.containers.create(self._spec.image, ["-"], entrypoint=["-"], network_mode="none")
+            made = client.containers.create(
+                self._spec.image, ["-"], entrypoint=["-"], network_mode="none", labels=self._labels()
+            )
             try:
                 return b"".join(client.api.get_archive(made.id, self._spec.workdir)[0])
             except NotFound:
@@ -93,10 +100,11 @@ class Container:
         return await self._daemon.call(work)
 
     async def _make_places(self, user: str, python: PortablePython) -> None:
-        """HOME, `/tmp` and, where the image has none, the working directory, owned by the user who runs commands."""
+        """HOME, `/tmp` and the working directory, owned by the user who runs commands. What an image has in the place
+        of its working directory and isn't one is left alone."""
         uid, gid = await self._numbers(user, python)
         places = [archive.Entry(HOME.lstrip("/"), 0o700), archive.Entry("tmp", 0o1777)]
-        if self._disk is not None or not await self._exists(self._spec.workdir):
+        if self._disk is not None or await self._is_directory(self._spec.workdir):
             places.append(archive.Entry(self._spec.workdir.lstrip("/"), 0o755))
         tar = archive.to_tar(places, uid=uid, gid=gid)
         await self._daemon.call(lambda client: client.api.put_archive(self._id, "/", tar))
@@ -117,12 +125,13 @@ class Container:
             ) from error
         return first, second
 
-    async def _exists(self, path: str) -> bool:
+    async def _is_directory(self, path: str) -> bool:
+        """Or can become one, for nothing is there."""
         try:
-            await self._daemon.call(lambda client: client.api.get_archive(self._id, path)[1])
+            told = await self._daemon.call(lambda client: client.api.get_archive(self._id, path)[1])
         except NotFound:
-            return False
-        return True
+            return True
+        return bool(told["mode"] & _DIRECTORY)
 
     async def _check_image(self) -> str:
         """The image's user."""
@@ -176,7 +185,7 @@ class Container:
             "entrypoint": first[:1],
             "command": first[1:],
             "user": "0:0",
-            "labels": {ATTEMPT: spec.label, ROOT: str(spec.root.absolute())},
+            "labels": self._labels(),
             "hostname": "polar",
             "network_mode": "bridge" if spec.network == "host" else "none",
             "mem_limit": limits.memory_mb << 20,
@@ -193,6 +202,9 @@ class Container:
         if limits.cpus:
             options["nano_cpus"] = int(limits.cpus * 1e9)
         return options
+
+    def _labels(self) -> dict[str, str]:
+        return {ATTEMPT: self._spec.label, ROOT: str(self._spec.root.absolute())}
 
     def _writable(self) -> list[BindMount]:
         """The directories of the attempt's own disk."""
@@ -222,6 +234,15 @@ class Container:
             self.group = cgroup.of_process(int(found["State"]["Pid"])) if found["State"]["Pid"] else None
             upper = (found.get("GraphDriver", {}).get("Data") or {}).get("UpperDir")
             self._upper = Path(upper) if upper and os.access(upper, os.R_OK) else None
+            await self._find_volumes(found)
+
+    async def _find_volumes(self, found: dict[str, Any]) -> None:
+        """The image's own volumes lie beside what is written over it; what they hold at first is the image's."""
+        mounted = [Path(m["Source"]) for m in found.get("Mounts", []) if m.get("Type") == "volume"]
+        volumes = [path for path in mounted if os.access(path, os.R_OK)]
+        if volumes and not self._volumes:
+            self._volumes_held = await disk_usage(volumes)
+        self._volumes = volumes
 
     async def prepare(self, argv: Sequence[str], env: Mapping[str, str], *, stdin: bool) -> str:
         """Make an exec, waking the container; one that died meanwhile is started once more. Returns its id."""
@@ -230,7 +251,7 @@ class Container:
 
             def work(client: Any) -> str:
                 made = client.api.exec_create(
-                    self._id, list(argv), stdin=stdin, environment=dict(env), user=self._spec.user, workdir="/"
+                    self._id, list(argv), stdin=stdin, environment=dict(env), user=self._user, workdir="/"
                 )
                 return str(made["Id"])
 
@@ -286,6 +307,8 @@ class Container:
     async def disk(self) -> int:
         """Bytes written over the image and on the attempt's own disk."""
         own = self._disk.used() if self._disk is not None else 0
+        if self._volumes:
+            own += max(0, await disk_usage(self._volumes) - self._volumes_held)
         return own + await self._written()
 
     async def _written(self) -> int:
