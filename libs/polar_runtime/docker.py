@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from polar_common.errors import RuntimeFault, RuntimeUnavailable
+from polar_common.errors import ResourceExhausted, RuntimeFault, RuntimeUnavailable
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_runtime import ledger
 from polar_runtime.base import (
@@ -175,7 +175,14 @@ class DockerRuntime(CourieredRuntime):
     async def _courier(self, args: Sequence[str], stdin: bytes, sink: Callable[[bytes], None]) -> tuple[int, str]:
         self._check_started()
         if self._door.is_open:
-            return await self._door.ask(args, stdin, sink)
+            before = self._container.events()
+            code, text = await self._door.ask(args, stdin, sink)
+            if not self._door.is_open:
+                # Nothing of the task has run yet, so no agent brought it about.
+                if which := await self._container.exhausted(before):
+                    raise ResourceExhausted(f"{which} limit reached", which)
+                raise RuntimeUnavailable(f"the container was ended from outside ({code})")
+            return code, text
         python = self._python
         error = bytearray()
 

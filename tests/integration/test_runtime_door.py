@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import docker
@@ -17,7 +18,7 @@ import pytest
 from runtime_kit import LIMITS, sh, soon
 
 import runtime_docker
-from polar_common.errors import RuntimeFault
+from polar_common.errors import ResourceExhausted, RuntimeFault, RuntimeUnavailable
 from polar_runtime import archive, courier, make_runtime
 from polar_runtime.base import RuntimeSpec
 from polar_runtime.container import Container
@@ -188,10 +189,18 @@ async def test_a_kill_before_the_first_command_leaves_files_and_a_container_that
     async with make_runtime(spec(docker_host, tmp_path)) as rt:
         await rt.upload({"kept": b"1"})
         await rt.cancel()
-        with pytest.raises(RuntimeFault, match="137"):
+        with pytest.raises(RuntimeUnavailable, match="137"):
             await rt.upload({"other": b"2"})
         await rt.upload({"other": b"2"})
         assert await rt.download(["kept", "other"]) == {"kept": b"1", "other": b"2"}
+
+
+@pytest.mark.docker
+async def test_an_upload_that_takes_all_the_memory_is_told_as_that(docker_host: str, tmp_path: Path) -> None:
+    limits = replace(LIMITS, memory_mb=64, disk_mb=512)
+    async with make_runtime(spec(docker_host, tmp_path, limits=limits)) as rt:
+        with pytest.raises(ResourceExhausted, match="memory"):
+            await rt.upload({"big": bytes(200 << 20)})
 
 
 @pytest.mark.docker
