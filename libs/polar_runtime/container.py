@@ -41,6 +41,8 @@ class Container:
         self._spec = spec
         self._disk = disk
         self._id = ""
+        self._making: asyncio.Future[str] | None = None
+        self._removed = False
         self._running = False
         self._waking = asyncio.Lock()
         self._upper: Path | None = None
@@ -69,8 +71,12 @@ class Container:
         def work(client: Any) -> str:
             return str(client.containers.create(**options).id)
 
+        if self._removed:
+            raise RuntimeFault("stopped while it started")
         try:
-            self._id = await self._daemon.call(work)
+            # In a thread that goes on when its caller is cancelled: `remove` must know what it makes.
+            self._making = asyncio.ensure_future(self._daemon.call(work))
+            self._id = await asyncio.shield(self._making)
         except NotFound as error:
             raise RuntimeUnavailable(f"Docker: {error.explanation}") from error
         if not answers:
@@ -344,7 +350,12 @@ class Container:
         self.group = None
 
     async def remove(self) -> None:
-        """Kill and remove it, whatever state it is in."""
+        """Kill and remove it, whatever state it is in. One that is just being made is waited for."""
+        self._removed = True
+        if self._making is not None:
+            await asyncio.wait({self._making})
+            if not self._making.cancelled() and self._making.exception() is None:
+                self._id = self._making.result()
         if not self._id:
             return
         self._measure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from runtime_kit import LIMITS, sh
 from test_runtime_leftovers import docker_spec
 
 import runtime_docker
+from polar_common.tasks import spawn
 from polar_runtime import make_runtime
 
 pytestmark = pytest.mark.docker
@@ -73,3 +75,22 @@ async def test_what_is_written_to_an_images_volume_counts(docker_host: str, tmp_
     async with make_runtime(docker_spec(docker_host, tmp_path, "s.1", image=made, limits=LIMITS)) as rt:
         result = await sh(rt, f"{fill}; sleep 30", timeout=60)
         assert result.exhausted == "disk" and not result.timed_out
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("how", ["stopped", "cancelled"])
+async def test_a_start_that_is_broken_off_leaves_no_container(
+    docker_host: str, tmp_path: Path, how: str, after_s: float
+) -> None:
+    made = image(docker_host, "user", ["USER 1000"])
+    runtime = make_runtime(docker_spec(docker_host, tmp_path, "s.1", image=made))
+    start = spawn(runtime.start(), name="start")
+    await asyncio.sleep(after_s)
+    if how == "stopped":
+        await runtime.stop()
+    else:
+        start.cancel()
+    await asyncio.wait({start}, timeout=20)
+    await asyncio.sleep(1)
+    assert runtime_docker.containers(docker_host, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
