@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,10 +16,12 @@ from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
 from polar_common.bus.poison import bury
+from polar_common.bus.read import Stored
 from polar_common.errors import Poison
-from polar_common.events import SessionAccepted, SessionCompleted, SessionReady, decode, encode
+from polar_common.events import SessionAccepted, SessionCancelRequested, SessionCompleted, SessionReady, decode, encode
 from polar_common.packing import pack
 from polar_common.topology import TRACES
+from polar_common.traces import TraceManifest
 from polar_common.verify import LiveSource, Options, Report, audit
 from polar_reconstructor.handlers import Reconstructor
 from polar_reconstructor.rules import BUILT_IN
@@ -135,6 +137,16 @@ async def a_session_of_no_task(bus: Bus, task: Lived) -> None:
     await attempt(Script(task="s1-nobodys"), 1).publish(bus)
 
 
+@damage("foreign")
+async def a_group_of_no_task(bus: Bus, task: Lived) -> None:
+    await bus.once(closing("s1-nobodys", []))
+
+
+@damage("foreign")
+async def a_cancellation_of_no_session(bus: Bus, task: Lived) -> None:
+    await bus.once(SessionCancelRequested(session="s1-nobodys-0", attempt=0, reason="test"))
+
+
 @damage("order")
 async def an_end_after_the_end(bus: Bus, task: Lived) -> None:
     await Script(task=task.task).failed().publish(bus)
@@ -196,6 +208,17 @@ async def a_trace_of_no_manifest(bus: Bus, task: Lived) -> None:
     await raw(bus, stored.subject[:-1] + "7", orjson.dumps(orjson.loads(stored.body) | {"number": 7}))
 
 
+@damage("manifest")
+async def a_build_that_the_log_does_not_know(bus: Bus, task: Lived) -> None:
+    about = (task.task, task.sessions[0])
+    for name in (subjects.trace("run", "live", *about, 0), subjects.trace_manifest("run", "live", *about)):
+        stored = await bus.last(name, TRACES)
+        assert stored is not None
+        body = orjson.loads(stored.body) | {"build": "ghost"}
+        body_hash = TraceManifest.model_validate(body).hash() if name.endswith("manifest") else ""
+        await raw(bus, name.replace(".live.", ".ghost."), orjson.dumps(body), body_hash)
+
+
 @damage("conservation")
 async def a_completion_trained_twice(bus: Bus, task: Lived) -> None:
     await a_trace_of_no_manifest(bus, task)
@@ -244,6 +267,24 @@ async def test_damage_is_found_and_named(bus: Bus, name: str) -> None:
     assert not report.ok
     assert report.counts.get(check), report.findings
     assert all(f.where and f.detail for f in report.findings)
+
+
+@pytest.mark.parametrize("event", ["initialized", "running", "evaluated", "captured", "artifacts"])
+async def test_a_message_that_is_missing_is_found(bus: Bus, event: str) -> None:
+    """Nobody can delete one; a damaged disk or archive can, and not every event is named by another."""
+
+    class Thinned(LiveSource):
+        async def messages(self, stream: str) -> AsyncIterator[Stored]:
+            gone = False
+            async for stored in super().messages(stream):
+                if not gone and stored.subject.endswith(event):
+                    gone = True
+                    continue
+                yield stored
+
+    await lived(bus, 0)
+    report = await audit(Thinned(bus), Options(settled=True))
+    assert report.counts.get("gap") == 1, report.findings
 
 
 async def test_a_dead_letter_excuses_the_message_it_is_about(bus: Bus) -> None:

@@ -85,9 +85,13 @@ async def audit(source: Source, options: Options | None = None) -> Report:
 async def _read(source: Source, facts: Facts, findings: Findings, report: Report, options: Options) -> None:
     """Traces before events before blobs: whatever an earlier pass names was written before the later pass began."""
 
-    async def read(stream: str, record: Callable[[Any], Any], *, awaited: bool = False) -> None:
-        count = 0
+    async def read(stream: str, record: Callable[[Any], Any], *, awaited: bool = False, gapless: bool = False) -> None:
+        count = last = 0
         async for stored in source.messages(stream):
+            if gapless and stored.sequence != last + 1:
+                detail = f"sequences {last + 1} to {stored.sequence - 1} aren't there"
+                findings.add(Finding("gap", stream, detail, stored.sequence))
+            last = stored.sequence
             done = record(stored)
             if awaited:
                 await _result(done)
@@ -100,9 +104,9 @@ async def _read(source: Source, facts: Facts, findings: Findings, report: Report
     for stream in await source.streams("traces"):
         await read(stream, TraceRecorder(facts, findings, source, stream, segments).record, awaited=True)
     for stream in await source.streams("events"):
-        await read(stream, EventRecorder(facts, findings, stream).record)
+        await read(stream, EventRecorder(facts, findings, stream).record, gapless=True)
     for stream in await source.streams("blobs"):
-        await read(stream, BlobRecorder(facts, findings, stream).record)
+        await read(stream, BlobRecorder(facts, findings, stream).record, gapless=True)
     for stream in await source.streams("dlq"):
         await read(stream, lambda stored: record_dead_letter(facts, findings, stored))
 

@@ -105,6 +105,11 @@ def manifests(facts: Facts, judged: Judged) -> Iterator[Finding]:
     for session, build, count, seq in facts.rows(sql):
         detail = f"build {build}: {count} traces that no manifest names; readers ignore them"
         yield Finding("manifest", session, detail, seq, "finding" if judged.settled else "note")
+    sql = """SELECT m.session, m.build, m.seq FROM manifests m WHERE NOT EXISTS
+             (SELECT 1 FROM builds b WHERE b.build=m.build AND b.session=m.session)"""
+    for session, build, seq in facts.rows(sql):
+        detail = f"build {build} has a manifest, and the log says nothing of it"
+        yield Finding("manifest", session, detail, seq, "finding" if judged.settled else "note")
     yield from query(
         facts, "manifest", "build {1}: {2} of its spans' tokens are trained, the log says {3}",
         """SELECT b.session, b.build, (SELECT coalesce(sum(t.tokens), 0) FROM traces t WHERE t.build=b.build

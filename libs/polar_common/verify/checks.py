@@ -68,12 +68,16 @@ def foreign(facts: Facts, judged: Judged) -> Iterator[Finding]:
         """SELECT t.session, t.task, 0 FROM task_sessions t WHERE NOT EXISTS
            (SELECT 1 FROM sessions s WHERE s.session=t.session)""",
     )  # fmt: skip
-    for table in ("steps", "completions", "evaluations", "ends", "builds"):
+    for table in ("mentions", "steps", "completions", "evaluations", "ends", "builds"):
         yield from query(
             facts, "foreign", f"has {table} and was never accepted",
             f"""SELECT x.session, min(x.seq) FROM {table} x WHERE NOT EXISTS
                 (SELECT 1 FROM sessions s WHERE s.session=x.session) GROUP BY x.session""",
         )  # fmt: skip
+    yield from query(
+        facts, "foreign", "closed, and no such task was accepted",
+        "SELECT g.task, g.seq FROM groups g WHERE NOT EXISTS (SELECT 1 FROM tasks t WHERE t.task=g.task)",
+    )  # fmt: skip
     yield from query(
         facts, "foreign", "completion {1} of attempt {2}, which nobody claimed before it",
         """SELECT c.session, c.completion, c.attempt, c.seq FROM completions c WHERE NOT EXISTS

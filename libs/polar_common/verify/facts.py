@@ -20,6 +20,7 @@ _TABLES: dict[str, str] = {
     "tasks": "task TEXT, run TEXT, samples INTEGER, deadline REAL, seq INTEGER, at REAL",
     "task_sessions": "task TEXT, session TEXT",
     "sessions": "session TEXT, task TEXT, run TEXT, seq INTEGER, at REAL",
+    "mentions": "session TEXT, what TEXT, seq INTEGER",
     "steps": "session TEXT, attempt INTEGER, name TEXT, rank INTEGER, seq INTEGER, at REAL, detail TEXT",
     "deadlines": "session TEXT, attempt INTEGER, until REAL",
     "ends": "session TEXT, kind TEXT, outcome TEXT, reward REAL, last_attempt INTEGER, evaluation TEXT, seq INTEGER,"

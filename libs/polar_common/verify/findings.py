@@ -17,6 +17,7 @@ CHECKS: dict[str, str] = {
     "misplaced": "every event lies on its own subject",
     "body_hash": "every message still says what its publisher hashed",
     "two_bodies": "a natural key holds one body",
+    "gap": "no message is missing between a stream's first and last",
     "foreign": "nothing is on the log that belongs to no accepted task or session",
     "order": "a session's transitions come in order, with one end and numbered attempts",
     "live": "every session is terminal, or live with an owner and within its deadlines",

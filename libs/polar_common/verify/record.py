@@ -122,6 +122,8 @@ class EventRecorder:
             handler(event, stored)
         elif isinstance(event, SessionEvent) and event.kind.startswith("session."):
             self._session(event, stored)
+        elif isinstance(event, SessionEvent):
+            self._facts.add("mentions", event.session, event.kind, stored.sequence)
 
     def _add(self, check: str, stored: Stored, detail: str) -> None:
         self._findings.add(Finding(check, stored.subject, detail, stored.sequence))
@@ -154,6 +156,8 @@ class EventRecorder:
             if isinstance(event, SessionClaimed):
                 until = event.session_deadline + timedelta(0)
                 self._facts.add("deadlines", session, event.attempt, until.timestamp())
+        else:
+            self._facts.add("mentions", session, event.kind, seq)
 
     def _captured(self, event: CompletionCaptured, stored: Stored) -> None:
         about = (event.session, event.attempt, event.completion)
