@@ -17,7 +17,6 @@ from polar_common.errors import Misplaced, PolarError
 from polar_common.events import ImageRef
 from polar_common.packing import BlobRef
 from polar_reconstructor.build import build_session, prepare
-from polar_reconstructor.calls import Call
 from polar_reconstructor.contexts import Contexts
 from polar_reconstructor.domain import select
 from polar_reconstructor.images import check_places
@@ -140,23 +139,33 @@ def test_random_damage_of_a_cut_call_fails_with_a_reason(seed: int) -> None:
         build(script, edited(script, "x", edit), RuleSet(name="train", adopted_partial="train"))
 
 
-def test_where_no_parents_are_recorded_only_likely_ones_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [1, 50])
+@pytest.mark.parametrize("rules", ["exact", "prefix_merging"])
+def test_where_no_parents_are_recorded_only_likely_ones_are_compared(
+    rules: str, lengths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several hundred calls of an engine that renders: comparing each with each took minutes for some thousands."""
-    compared = 0
-    was = Contexts.extends
+    looked = 0
 
-    def extends(self: Contexts, later: Call, earlier: Call) -> bool:
-        nonlocal compared
-        compared += 1
-        return was(self, later, earlier)
+    def counted(name: str) -> None:
+        was = getattr(Contexts, name)
 
-    monkeypatch.setattr(Contexts, "extends", extends)
+        def look(*arguments: Any) -> Any:
+            nonlocal looked
+            looked += 1
+            return was(*arguments)
+
+        monkeypatch.setattr(Contexts, name, look)
+
+    for name in ("extends", "starts_with_prompt", "prompt"):
+        counted(name)
     rng, script, size = random.Random(0), Script(), 400
     for n in range(size):
-        prompt = [1, *(rng.randrange(100, 1000) for _ in range(20 + n % 50))]
-        script.call(f"c{n}", prompt, [rng.randrange(100, 1000) for _ in range(3)] + [E], **NATIVE)
-    made = built(script.ended())
-    assert len(ids(made)) == size and compared < 4 * size
+        prompt = [1, *(rng.randrange(100, 1000) for _ in range(20 + n % lengths))]
+        refs = {"base": f"c{n - 1}", "shared": 1} if n else {}
+        script.call(f"c{n}", prompt, [rng.randrange(100, 1000) for _ in range(3)] + [E], **NATIVE, **refs)
+    made = built(script.ended(), rules)
+    assert len(ids(made)) == size and looked < 12 * size
 
 
 def test_a_body_of_another_kind_is_not_believed() -> None:

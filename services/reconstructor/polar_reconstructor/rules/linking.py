@@ -6,7 +6,8 @@ empty answer), so there are no cycles, and ties are settled by number and report
 
 from __future__ import annotations
 
-from collections import defaultdict
+import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,24 +98,15 @@ def _siblings(calls: Sequence[Call], contexts: Contexts) -> tuple[tuple[int, ...
             i = leader[i]
         return i
 
-    by_request: dict[str, int] = {}
-    by_shape: dict[tuple[str, int], list[int]] = defaultdict(list)
+    first: dict[object, int] = {}
+    lengths = Counter((c.head, c.length) for c in calls)
     for i, c in enumerate(calls):
         if c.request_hash:
-            leader[find(i)] = find(by_request.setdefault(c.request_hash, i))
-        same = by_shape[c.head, c.length]
-        for k in same:
-            if _same_prompt(c, calls[k], contexts):
-                leader[find(i)] = find(k)
-                break
-        same.append(i)
+            leader[find(i)] = find(first.setdefault(c.request_hash, i))
+        if lengths[c.head, c.length] > 1:
+            prompt = hashlib.sha256(contexts.prompt(c).data).digest()
+            leader[find(i)] = find(first.setdefault((c.head, prompt), i))
     groups: dict[int, list[int]] = defaultdict(list)
     for i in range(len(calls)):
         groups[find(i)].append(i)
     return tuple(tuple(g) for g in groups.values() if len(g) > 1)
-
-
-def _same_prompt(a: Call, b: Call, contexts: Contexts) -> bool:
-    if a.base == b.base and a.via == b.via and a.shared == b.shared:
-        return a.new.tobytes() == b.new.tobytes()
-    return bool((contexts.prompt(a) == contexts.prompt(b)).all())

@@ -37,12 +37,12 @@ class PrefixMerging:
 
     def chains(self, view: View) -> list[Chain]:
         ends = end_of_turn(view)
-        continued = _exact_first(view)
+        free = _Free(view)
         tips: dict[int, _Building] = {}
         built: list[_Building] = []
         for i, c in enumerate(view.calls):
             reason = view.excluded.get(c.id, "")
-            parent, tied = _parent(i, view, tips, continued)
+            parent, tied = _parent(i, view, tips, free)
             joined = None if parent is None else _join(parent, i, view, ends)
             if parent is None or joined is None:
                 chain = _Building([Link(i, not reason, reason)], break_class(i, view, ends), tied)
@@ -50,22 +50,43 @@ class PrefixMerging:
             else:
                 gap, drift = joined
                 chain = tips.pop(parent)
+                free.drop(parent)
                 chain.links.append(Link(i, not reason, reason, gap, drift))
                 chain.ambiguous |= tied
             tips[i] = chain
         return [done for chain in built if (done := _trimmed(chain)) is not None]
 
 
-def _exact_first(view: View) -> dict[int, int]:
-    """Call → the call that continues it exactly: a sibling that shares only the prompt doesn't take its chain."""
-    found: dict[int, int] = {}
-    for i, parent in enumerate(view.links.parent):
-        if parent is not None and i > parent:
-            found.setdefault(parent, i)
-    return found
+class _Free:
+    """Chain ends that a call without a recorded parent may go on: none that something was not made of, and none that
+    another call continues exactly, so that a sibling that shares only the prompt doesn't take its chain.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._lengths = np.array([c.length for c in view.calls], dtype=np.int64)
+        self._last = np.array([view.contexts.prompt(c)[-1] if c.length else -1 for c in view.calls], dtype=np.int64)
+        self._open = np.array([view.excluded.get(c.id) not in _APART for c in view.calls], dtype=np.bool_)
+        for i, parent in enumerate(view.links.parent):
+            if parent is not None and i > parent:
+                self._open[parent] = False
+
+    def drop(self, i: int) -> None:
+        """Call i isn't a chain's end any more."""
+        self._open[i] = False
+
+    def longest(self, i: int) -> list[int]:
+        """Of the calls before call i whose prompt begins its own, those with the longest one."""
+        c = self._view.calls[i]
+        some = np.flatnonzero(self._open[:i] & (self._lengths[:i] < c.length))
+        # Few are left to be compared in full.
+        some = some[self._view.contexts.prompt(c)[self._lengths[some] - 1] == self._last[some]]
+        found = [k for k in some.tolist() if self._view.contexts.starts_with_prompt(c, self._view.calls[k])]
+        longest = max((self._view.calls[k].length for k in found), default=0)
+        return [k for k in found if self._view.calls[k].length == longest]
 
 
-def _parent(i: int, view: View, tips: dict[int, _Building], continued: dict[int, int]) -> tuple[int | None, bool]:
+def _parent(i: int, view: View, tips: dict[int, _Building], free: _Free) -> tuple[int | None, bool]:
     """The chain end that call i goes on, and whether several would do."""
     c, said, by_ids = view.calls[i], view.links.recorded[i], view.links.parent[i]
     tied = i in view.links.ambiguous
@@ -75,13 +96,8 @@ def _parent(i: int, view: View, tips: dict[int, _Building], continued: dict[int,
         return (by_ids if by_ids in tips else None), tied
     if not c.native and c.chain_class != "unknown_parent":
         return None, tied
-    apart = {k for k in tips if k in continued or view.excluded.get(view.calls[k].id) in _APART}
-    free = [k for k in tips if k not in apart and view.contexts.starts_with_prompt(c, view.calls[k])]
-    if not free:
-        return None, False
-    longest = max(view.calls[k].length for k in free)
-    free = [k for k in free if view.calls[k].length == longest]
-    return (free[0], False) if len(free) == 1 else (None, True)
+    found = free.longest(i)
+    return (found[0] if len(found) == 1 else None), len(found) > 1
 
 
 def _join(parent: int, i: int, view: View, ends: frozenset[int]) -> tuple[Ids | None, str] | None:
