@@ -100,7 +100,7 @@ test-slurm: $(STAMP)
 
 ## fuzz           20,000 broken requests against a proxy, some minutes (CI sends 800)
 fuzz: $(STAMP)
-	$(PYTEST) -m slow tests/integration/test_proxy_fuzz.py
+	$(PYTEST) -m slow tests/integration/test_proxy_fuzz.py tests/integration/test_proxy_leaks.py
 
 ## test-vllm      the proxy on a real vLLM on the CPU, installed into .venv-vllm (3.5 GB)
 test-vllm: $(STAMP)

@@ -106,6 +106,8 @@ class ScriptedEngine:
         self.version = "v0"
         self.calls: list[str] = []
         self.down = False
+        self.loading: asyncio.Event | None = None
+        """Loading weights takes until it is set."""
         self.window = 32768
         self.local = False
         """Calls itself the local engine, which takes no grammars."""
@@ -145,6 +147,7 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/weight_info", self._weight_info)
+        app.router.add_get("/is_paused", self._is_paused)
         for path in ("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/abort_requests"):
             app.router.add_post(path, self._control)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -171,9 +174,14 @@ class ScriptedEngine:
     async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
+    async def _is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
     async def _control(self, request: web.Request) -> web.Response:
         body = await request.read()
         self.calls.append(request.path_qs)
+        if request.path == "/collective_rpc" and self.loading is not None:
+            await self.loading.wait()
         if request.path == "/update_weight_version":
             self.version = orjson.loads(body)["new_version"]
         return web.json_response({"status": "ok", "success": True})

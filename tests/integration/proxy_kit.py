@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import orjson
-from proxy_engine import ScriptedEngine
+from proxy_engine import Say, ScriptedEngine
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
@@ -114,6 +114,21 @@ class Kit:
         return resolved
 
 
+async def nothing_left(proxy: Kit) -> None:
+    """No slot, no call, no replica's place is held; the next call is served."""
+    service = proxy.proxy.service
+    assert service is not None
+    for _ in range(100):
+        if not service.count_running:
+            break
+        await asyncio.sleep(0.05)
+    assert service.count_running == 0 and not service.running
+    assert [r.running for r in service.pool.replicas] == [0]
+    assert all(not s.index.live and not s.running for s in service.sessions.values())
+    proxy.engine.script = lambda heard: Say()
+    assert (await proxy.chat([user("go")])).status_code == 200
+
+
 def streamed(text: str) -> dict[str, Any]:
     """The assistant message that a Chat stream's deltas add up to."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -196,5 +211,5 @@ async def kit(
 
 __all__ = [
     "SECRET", "TASK", "CompletionAborted", "CompletionCaptured", "CompletionRejected", "CompletionUndelivered", "Kit",
-    "SamplingSpec", "kit", "running", "session_key", "settings", "streamed", "user",
+    "SamplingSpec", "kit", "nothing_left", "running", "session_key", "settings", "streamed", "user",
 ]  # fmt: skip

@@ -107,6 +107,17 @@ async def test_a_billing_line_that_changes_with_each_call_breaks_no_context(prox
     assert "stripped_header" in two.event.additions
 
 
+async def test_a_context_meter_is_told_the_true_prompt_from_the_first_event_on(proxy: Kit) -> None:
+    """Claude Code reads the size of its context from `message_start`."""
+    body, _, _ = STREAMS["/v1/messages"]
+    response = await proxy.client.post(f"{proxy.base()}/v1/messages", json=body)
+    told = [orjson.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: ")]
+    (event,) = await _events(proxy)
+    usages = [told[0]["message"]["usage"], next(e["usage"] for e in told if e["type"] == "message_delta")]
+    assert [u["input_tokens"] + u["cache_read_input_tokens"] for u in usages] == [event.prompt.length] * 2
+    assert event.prompt.length > 0 and usages[1]["output_tokens"] == event.usage["completion_tokens"]
+
+
 async def test_what_is_no_generation_is_never_recorded_as_one(proxy: Kit) -> None:
     """Counts, embeddings and compaction endpoints have been taken for samples."""
     asked = {

@@ -17,7 +17,7 @@ import orjson
 import pytest
 from mutations import Broken, broken, whole
 from proxy_engine import Heard, Say, ScriptedEngine
-from proxy_kit import TASK, Kit, kit, session_key, user
+from proxy_kit import TASK, Kit, kit, nothing_left, session_key
 
 from polar_common.bus import Bus
 from polar_common.nats_server import NatsServer
@@ -115,21 +115,6 @@ def echo(engine: ScriptedEngine) -> Any:
         return Say(" ".join(sorted(marks)) or "ok", seed=len(heard.prompt))
 
     return script
-
-
-async def nothing_left(proxy: Kit) -> None:
-    """No slot, no call, no replica's place is held; the next call is served."""
-    service = proxy.proxy.service
-    assert service is not None
-    for _ in range(100):
-        if not service.count_running:
-            break
-        await asyncio.sleep(0.05)
-    assert service.count_running == 0 and not service.running
-    assert [r.running for r in service.pool.replicas] == [0]
-    assert all(not s.index.live and not s.running for s in service.sessions.values())
-    proxy.engine.script = lambda heard: Say()
-    assert (await proxy.chat([user("go")])).status_code == 200
 
 
 @pytest.mark.parametrize("count", [800, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])

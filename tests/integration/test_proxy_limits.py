@@ -137,6 +137,17 @@ async def test_heads_and_bodies_that_trickle_or_swell_are_refused_in_shape(
         assert (await proxy.client.post(f"{proxy.base()}{path}", json=ASKED[path])).status_code == 200
 
 
+async def test_a_body_that_comes_at_once_without_its_length_is_bounded_too(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    async with kit(model_dir, nats_server.url, bus, tmp_path, proxy_body_limit=4000) as proxy:
+        line = f"POST {proxy.base()[len(proxy.url) :]}/v1/responses HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        body = orjson.dumps({**ASKED["/v1/responses"], "x": "y" * 5000})
+        pieces = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+        status, told = await _sent(proxy, line.encode() + b"transfer-encoding: chunked\r\n\r\n" + pieces)
+        assert status == 413 and in_shape("/v1/responses", 413, told) and proxy.engine.journal == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_closes_its_half_is_gone_and_holds_nothing(proxy: Kit, stream: bool) -> None:
     """Agents that are killed leave half-open connections; nobody reads what would be sampled for them."""

@@ -81,14 +81,40 @@ async def test_an_answer_that_reached_nobody_twice_is_still_given(proxy: Kit) ->
     assert len(await proxy.captured()) == 1
 
 
-async def test_the_retry_of_a_failed_call_is_no_retry_of_its_equal_sibling(proxy: Kit) -> None:
-    """Two samples of one request: the first was served, the second failed and is tried again."""
-    proxy.engine.say("first", Say(status=500), "second")
-    assert (await proxy.told([user("go")]))["content"] == "first"
+@pytest.mark.parametrize("early", [True, False])
+async def test_the_retry_of_a_failed_call_is_no_retry_of_its_equal_sibling(proxy: Kit, early: bool) -> None:
+    """Two samples of one request: one is served, before or after the other failed; the other is tried again."""
+    hold = asyncio.Event()
+    proxy.engine.say(Say("first", hold=hold), Say(status=500), "second")
+    sibling = asyncio.ensure_future(proxy.told([user("go")]))
+    while not proxy.engine.journal:
+        await asyncio.sleep(0.01)
+    if early:
+        hold.set()
+        await sibling
     assert (await proxy.chat([user("go")])).status_code == 500
+    hold.set()
+    assert (await sibling)["content"] == "first"
     again = await proxy.chat([user("go")], headers=RETRY)
     assert again.json()["choices"][0]["message"]["content"] == "second"
     assert len(await proxy.captured()) == 2
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_the_retry_of_a_failed_call_is_sampled_once(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, proxy: Kit, restarted: bool
+) -> None:
+    """Its answer is then given again like any other; that an earlier try failed is over and done with."""
+    proxy.engine.say(Say(status=500), "first", "second")
+    assert (await proxy.chat([user("go")])).status_code == 500
+    said = await proxy.chat([user("go")], headers=RETRY)
+    if restarted:
+        async with kit(model_dir, nats_server.url, bus, tmp_path / "b", proxy.engine, instance="b") as other:
+            again = await other.chat([user("go")], headers=RETRY)
+    else:
+        again = await proxy.chat([user("go")], headers=RETRY)
+    assert said.content == again.content and b"first" in said.content
+    assert len(await proxy.captured()) == 1
 
 
 async def test_a_caller_that_leaves_as_its_call_fails_leaves_the_record(proxy: Kit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import nats.errors
 import pytest
@@ -14,7 +15,7 @@ from proxy_kit import Kit, kit, user
 
 from polar_common import subjects
 from polar_common.bus import Bus
-from polar_common.events import PolicyActivated, PolicyPublished
+from polar_common.events import CompletionCaptured, PolicyActivated, PolicyPublished
 from polar_common.nats_server import NatsServer, free_port
 
 pytestmark = pytest.mark.nats
@@ -99,6 +100,41 @@ async def test_two_instances_update_one_engine_once(
             for one in kits:
                 await one.told([user("go")])
             assert {r.event.policy_seq for r in await kits[0].captured()} == {1}
+    finally:
+        await engine.stop()
+
+
+async def test_calls_that_end_while_another_instance_swaps_are_marked_where_the_engine_names_no_versions(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    """One instance loads them; the calls of both may have been sampled by the old weights, the new ones, or both."""
+
+    def edit(body: dict[str, Any]) -> None:
+        body["choices"][0]["weight_versions"] = None
+
+    engine = ScriptedEngine(model_dir, lambda heard: Say("words", edit=edit))
+    engine.loading = asyncio.Event()
+    await engine.start()
+    try:
+        async with AsyncExitStack() as stack:
+            one, two = [
+                await stack.enter_async_context(kit(model_dir, nats_server.url, bus, tmp_path / str(n), engine))
+                for n in range(2)
+            ]
+            for when in ("before", "meanwhile", "after"):
+                await one.told([user(f"{when} at one")])
+                await two.told([user(f"{when} at two")])
+                if when == "before":
+                    await bus.once(published(1))
+                    while "/collective_rpc" not in engine.calls:
+                        await asyncio.sleep(0.01)
+                elif when == "meanwhile":
+                    engine.loading.set()
+                    await activated(bus)
+                    await asyncio.sleep(0.2)
+            told = await one.of(CompletionCaptured)
+            assert [e.kv_mixed for e in told] == [False, False, True, True, False, False]
+            assert [e.policy_seq for e in told] == [0, 0, 0, 0, 1, 1]
     finally:
         await engine.stop()
 

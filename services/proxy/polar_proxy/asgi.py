@@ -132,7 +132,7 @@ class ProxyApp:
         limit = self._settings.proxy_body_limit
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
-            raise RequestError(f"the body has more than {limit} bytes", status=413, kind="request_too_large")
+            raise _too_large(limit)
         if headers.get("content-encoding", "identity") != "identity":
             raise RequestError("send the body uncompressed", status=415)
         if getattr(getattr(receive, "__self__", None), "more_body", True):
@@ -148,6 +148,8 @@ class ProxyApp:
             # uvicorn has it already, as nearly always: then there is nothing to wait for.
             message = await receive()
             body = message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
         if message.get("type") == "http.disconnect":
             raise RequestError("the client went away", status=400)
         if too_deep(body, self._settings.proxy_nesting):
@@ -163,7 +165,7 @@ class ProxyApp:
             part: bytes = message.get("body", b"")
             size += len(part)
             if size > limit:
-                raise RequestError(f"the body has more than {limit} bytes", status=413, kind="request_too_large")
+                raise _too_large(limit)
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)
@@ -202,3 +204,7 @@ class ProxyApp:
             return hmac.compare_digest(headers.get("authorization", ""), f"Bearer {token}")
         client = scope.get("client")
         return client is not None and client[0] in ("127.0.0.1", "::1")
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the body has more than {limit} bytes", status=413, kind="request_too_large")

@@ -75,7 +75,7 @@ class Call:
     clock: float = field(default_factory=time.monotonic)
     interrupted: Reason | None = None
     policy_seq: int = 0
-    swaps: tuple[int, bool] = (0, False)
+    swaps: int = 0
     """The replica's `swaps` at the start."""
     committing: bool = False
     """What comes goes onto the log, a sample or its failure: nothing may interrupt that."""

@@ -87,6 +87,7 @@ class Weights:
                 continue
             if isinstance(event, PolicyPublished):
                 self._published[event.version] = event
+                self._announced(event)
             elif isinstance(event, PolicyActivated):
                 self._activated(event)
 
@@ -97,12 +98,17 @@ class Weights:
             # It is read again at the next start.
             _log.warning("burying failed", subject=stored.subject, error=repr(failure))
 
+    def _announced(self, event: PolicyPublished) -> None:
+        """Another instance may be loading these from now on; one that drains lets what runs end first."""
+        for replica in self._pool.replicas:
+            if not self._drain and not self._foreign(replica, event):
+                replica.announced = max(replica.announced, event.policy_seq)
+
     def _activated(self, event: PolicyActivated) -> None:
         for replica in self._pool.replicas:
             if replica.engine.replica != event.replica or event.policy_seq < replica.policy_seq:
                 continue
-            if event.version != replica.version:
-                replica.swaps = (replica.swaps[0] + 1, replica.swaps[1])
+            replica.swaps += (event.version, event.policy_seq) != (replica.version, replica.policy_seq)
             replica.version, replica.policy_seq = event.version, event.policy_seq
             replica.seq_of[event.version] = event.policy_seq
             published = self._published.get(event.version)
@@ -140,11 +146,10 @@ class Weights:
                 async with asyncio.timeout(_DRAIN_S):
                     while replica.running:
                         await replica.idle.wait()
-            replica.swaps = (replica.swaps[0], True)
+            replica.announced = max(replica.announced, event.policy_seq)
             await replica.engine.update_weights(event.weights, event.version, drain=self._drain)
         finally:
             replica.draining = False
-            replica.swaps = (replica.swaps[0] + 1, False)
         told = PolicyActivated(
             segment=self._segment, version=event.version, policy_seq=event.policy_seq,
             replica=replica.engine.replica, update_s=round(time.monotonic() - start, 3),

@@ -40,13 +40,16 @@ class Replica:
     weights_hash: str = ""
     seq_of: dict[str, int] = field(default_factory=dict)
     """Policy sequence by version, of all versions this replica has had."""
-    swaps: tuple[int, bool] = (0, False)
-    """How often its weights were changed, and whether they are being changed."""
+    swaps: int = 0
+    """How often its weights were changed."""
+    announced: int = 0
+    """The latest policy sequence that is meant for it: any instance may be loading it until it is `policy_seq`."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def swapped(self, since: tuple[int, bool]) -> bool:
+    def swapped(self, since: int) -> bool:
         """Whether its weights may have changed under a call that began when `swaps` was so."""
-        return self.swaps != since or self.swaps[1]
+        updates = self.capabilities is not None and self.capabilities.weight_update
+        return self.swaps != since or (updates and self.announced > self.policy_seq)
 
     @property
     def usable(self) -> bool:

@@ -77,7 +77,8 @@ class _Reader:
             if (reason := meta.get("finish_reason")) is not None:
                 _finish(chunk, reason)
                 chunk.versions = _versions(meta, self.seen)
-                if self._version and "weight_versions" not in meta and meta.get("weight_version") != self._version:
+                last = None if "weight_versions" in meta else meta.get("weight_version")
+                if self._version and last is not None and str(last) != self._version:
                     # Only the last weights are told: where they began, nobody knows.
                     chunk.versions, chunk.kv_mixed = (), True
         except (KeyError, TypeError, ValueError, AttributeError) as error:
