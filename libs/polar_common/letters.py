@@ -19,7 +19,7 @@ from .bus.read import Stored
 from .errors import ConfigError, Poison
 from .ids import new_id
 
-__all__ = ["Letter", "is_letter", "read_letter", "read_note", "retry"]
+__all__ = ["Letter", "is_failure", "is_letter", "read_letter", "read_note", "retry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,13 @@ class Letter:
 
 
 def is_letter(subject: str) -> bool:
-    """`polar.dlq.<consumer>.<stream>.<sequence>`, and not the note of a retry below it."""
+    """`polar.dlq.<consumer>.<stream>.<sequence>`, and not a note below it of a retry or another failure."""
     return subject.count(".") == 4
+
+
+def is_failure(subject: str) -> bool:
+    """`….failed.<id>` below a letter: its message was offered again and failed again."""
+    return ".failed." in subject
 
 
 def read_letter(stored: Stored) -> Letter:

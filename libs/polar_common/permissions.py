@@ -112,6 +112,9 @@ def _service(name: str, topology: Topology, segments: tuple[str, ...]) -> NatsUs
         others = [s.durable for s in consumers(topology) if s.stream == stream and s.owner != name]
         publish += _any_consumer(stream)
         deny += [subject for durable in others for subject in _taken(stream, durable)]
+    if DLQ not in streams and any(subject.startswith("polar.dlq.") for subject in publish):
+        # Whoever buries a message has to see whether it lies there already.
+        publish.append(f"{_API}.STREAM.MSG.GET.{DLQ}")
     return NatsUser(name, tuple(publish), tuple(deny), (f"{inbox_prefix(name)}.>",))
 
 

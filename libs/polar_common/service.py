@@ -156,7 +156,14 @@ class Service:
         finally:
             self.stop.set()
             await cancel_and_wait(*tasks)
+            await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        try:
             await self.broker.stop()
+        except (OSError, TimeoutError, nats.errors.Error) as error:
+            # The log is away, so there is nobody to say goodbye to; what wasn't acknowledged is delivered again.
+            _log.warning("left without the log", error=repr(error))
 
     def _tell_ready(self) -> None:
         _log.info("ready", instance=self.instance, **self.facts)

@@ -25,7 +25,7 @@ from .ids import FIRST_SEGMENT, token
 __all__ = [
     "ACK_WAIT_S", "BLOBS", "CATALOGUE", "DLQ", "EVENTS", "TRACES", "ConsumerSpec", "Topology", "apply",
     "apply_streams", "blobs_stream",
-    "consumers", "differences", "events_stream", "streams", "trainer_consumer", "work_consumer",
+    "consumers", "differences", "events_stream", "live_topology", "streams", "trainer_consumer", "work_consumer",
 ]  # fmt: skip
 
 ACK_WAIT_S = 30.0
@@ -217,6 +217,38 @@ async def differences(js: JetStreamContext, topology: Topology) -> list[str]:
         except NotFoundError:
             found.append(f"consumer {spec.durable} on {spec.stream} is missing")
             continue
-        if info.config.max_ack_pending != -1 or info.config.max_deliver != -1:
-            found.append(f"consumer {spec.durable}: max_ack_pending and max_deliver should be -1")
+        want_consumer, live_consumer = _compared(spec.config()), _compared(info.config)
+        for key, wanted in want_consumer.items():
+            if live_consumer[key] != wanted:
+                found.append(f"consumer {spec.durable}: {key} is {live_consumer[key]!r}, should be {wanted!r}")
     return found
+
+
+def _compared(config: ConsumerConfig) -> dict[str, Any]:
+    """What of a consumer matters. One filter and a list of one are the same."""
+    filters = config.filter_subjects or ([config.filter_subject] if config.filter_subject else [])
+    return {
+        "filters": sorted(filters),
+        "deliver_policy": config.deliver_policy,
+        "ack_policy": config.ack_policy,
+        "ack_wait": config.ack_wait,
+        "max_ack_pending": config.max_ack_pending,
+        "max_deliver": config.max_deliver,
+    }
+
+
+async def live_topology(js: JetStreamContext, segment: str) -> Topology:
+    """The choices that a live segment was made with: replicas, bounds, classes, build and lease. Raises NotFoundError
+    where there is no such segment."""
+    info = await js.stream_info(events_stream(segment))
+    found = {c.name: c.config for c in await js.consumers_info(events_stream(segment))}
+    classes = tuple(n.removeprefix("gateway-") for n in found if n.startswith("gateway-"))
+    builds = [n.removeprefix("reconstructor-") for n in found if n.startswith("reconstructor-")]
+    made = Topology(segment=segment, replicas=info.config.num_replicas or 1, events_bytes=info.config.max_bytes or -1)
+    waits = [c.ack_wait for n, c in found.items() if n.startswith("gateway-") and c.ack_wait]
+    return replace(
+        made,
+        work_classes=classes or made.work_classes,
+        build=next((b for b in builds if b != "closed"), made.build),
+        lease_s=waits[0] if waits else made.lease_s,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from log_kit import accepted, lived
@@ -14,8 +15,8 @@ from polar_common.archive import ArchiveSource, check_archive, export, load_arch
 from polar_common.archive import segments as life
 from polar_common.bus import Bus, scan
 from polar_common.bus.read import Stored
-from polar_common.catalogue import Catalogue
-from polar_common.errors import BlobError, ConfigError, Conflict
+from polar_common.catalogue import Catalogue, Fact
+from polar_common.errors import BlobError, ConfigError, Conflict, Unavailable
 from polar_common.topology import Topology, apply, events_stream
 from polar_common.verify import LiveSource, Options, audit
 
@@ -205,6 +206,31 @@ async def test_an_open_segment_is_due_by_messages_bytes_or_age_and_a_rolled_one_
     assert not (await life.survey(bus, "s1", life.Bounds(bytes=held.bytes + blobs + 1))).due
     await life.roll(bus, Topology())
     assert (await life.survey(bus, "s1", life.Bounds(messages=1))).due == ""
+
+
+@pytest.mark.parametrize("done", ["streams", "rolled"])
+async def test_a_roll_that_was_broken_off_is_due_until_it_is_done(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, done: str
+) -> None:
+    """Between the new streams and either of the two facts."""
+    real = Catalogue.record
+
+    async def record(self: Catalogue, segment: str, fact: Fact, **details: Any) -> None:
+        if done == "streams" or fact == "opened":
+            raise Unavailable("gone")
+        await real(self, segment, fact, **details)
+
+    monkeypatch.setattr(Catalogue, "record", record)
+    with pytest.raises(Unavailable):
+        await life.roll(bus, Topology())
+    monkeypatch.undo()
+    reason = await life.due(bus, "s1")
+    assert reason == (await life.survey(bus, "s1")).due
+    # Until there is a "rolled", the segment is open as before.
+    assert bool(reason) == (done == "rolled") and "broken off" in (reason or "broken off")
+    assert await life.roll(bus, Topology()) == "s2"
+    assert [await life.due(bus, s) for s in ("s1", "s2")] == ["", ""]
+    assert await Catalogue(bus).segments() == ["s1", "s2"]
 
 
 async def test_a_segment_with_something_left_to_happen_is_kept_and_served(bus: Bus) -> None:

@@ -66,6 +66,34 @@ async def test_a_letter_is_handled_when_its_cause_is_mended_and_it_is_offered_ag
     assert len(notes) == 1 and ".retried." in notes[0]
 
 
+async def test_a_letter_that_fails_again_is_dead_again(bus: Bus, nats_server: NatsServer) -> None:
+    """Also a second time; each failure has its own reason."""
+    task = await lived(bus, 0)
+    tries: list[str] = []
+
+    async def handle(lease: Lease) -> None:
+        session = lease.stored.subject.split(".")[4]
+        if session == task.sessions[0]:
+            tries.append(session)
+            raise Poison(f"hole {len(tries)}")
+
+    for number in range(1, 4):
+
+        async def failed(wanted: int = number) -> bool:
+            rows = await command(nats_server, "dlq", "list")
+            return [r["state"] for r in rows] == ["dead"] and f"hole {wanted}" in rows[0]["reason"]
+
+        await work(bus, handle, failed)
+        (row,) = await command(nats_server, "dlq", "list")
+        (shown,) = await command(nats_server, "dlq", "show", str(row["number"]))
+        assert row["number"] == 1 and f"hole {number}" in shown["reason"]
+        assert await command(nats_server, "dlq", "retry", "1") == [{"retried": [1]}]
+        (row,) = await command(nats_server, "dlq", "list")
+        assert row["state"] == "retried"
+    assert len(await letters(bus)) == 1
+    assert (await command(nats_server, "verify", "--settled"))[0]["ok"]
+
+
 async def test_a_queue_of_work_is_never_set_back(bus: Bus) -> None:
     await bus.nc.request("polar.events.s1.session.s1-bad-0.1.queued.local", b"not json")
     stop = asyncio.Event()

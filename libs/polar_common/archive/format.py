@@ -26,6 +26,9 @@ __all__ = [
     "Manifest",
     "StreamEntry",
     "file_hash",
+    "flush",
+    "flush_archive",
+    "make_directory",
     "pack_record",
     "read_manifest",
     "records",
@@ -97,6 +100,33 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.rename(directory / MANIFEST)
+    flush(directory)
+
+
+def flush(path: Path) -> None:
+    """A file's content, or a directory's names, onto the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def flush_archive(directory: Path, manifest: Manifest) -> None:
+    """Everything that the manifest speaks of, itself and their names."""
+    for stream in manifest.streams.values():
+        for entry in stream.files:
+            flush(directory / entry.name)
+    flush(directory / MANIFEST)
+    flush(directory)
+
+
+def make_directory(directory: Path) -> None:
+    """With those above it, each name on disk."""
+    missing = [d for d in (directory, *directory.parents) if not d.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        flush(made.parent)
 
 
 def pack_record(stored: Stored) -> bytes:

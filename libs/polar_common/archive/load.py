@@ -47,7 +47,7 @@ async def load_archive(
         messages = read_archive(directory, stream.kind, after=place)
         count = place
         while window := list(islice(messages, _WINDOW)):
-            await _publish_window(bus, window, exact=exact)
+            await _publish_window(bus, stream.name, window, exact=exact)
             count += len(window)
             if on_progress is not None:
                 on_progress(stream.name, count)
@@ -65,7 +65,7 @@ async def _held(bus: Bus, directory: Path, stream: str, kind: str) -> int:
     return last.sequence
 
 
-async def _publish_window(bus: Bus, window: Iterable[Stored], *, exact: bool) -> None:
+async def _publish_window(bus: Bus, stream: str, window: Iterable[Stored], *, exact: bool) -> None:
     """Publish some messages with their acknowledgements awaited together; the server keeps their order."""
     sent: list[tuple[Stored, Awaitable[bytes]]] = []
     for stored in window:
@@ -80,8 +80,17 @@ async def _publish_window(bus: Bus, window: Iterable[Stored], *, exact: bool) ->
         if error is None:
             continue
         if not exact and error.get("err_code") == _STALE:
+            await _same(bus, stored, stream)
             continue
         raise Conflict(f"{stored.subject} (sequence {stored.sequence}): {error.get('description')}")
+
+
+async def _same(bus: Bus, stored: Stored, stream: str) -> None:
+    """Raises Conflict if what is there under a message's subject isn't that message."""
+    there = await leader_get(bus.nc, stream, stored.subject)
+    if there is None or there.body != stored.body:
+        what = f"{stream} holds another message on {stored.subject} than the archive (its sequence {stored.sequence})"
+        raise Conflict(f"{what}: import into an empty log")
 
 
 async def _request(bus: Bus, stored: Stored, headers: dict[str, str]) -> bytes:

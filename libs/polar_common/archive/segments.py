@@ -17,6 +17,7 @@ from polar_common.catalogue import Catalogue
 from polar_common.errors import ConfigError
 from polar_common.topology import Topology, apply, blobs_stream, events_stream
 
+from .format import flush_archive
 from .read import check_archive, read_archive
 
 __all__ = ["Bounds", "Survey", "active", "drop", "due", "roll", "seal", "survey"]
@@ -46,7 +47,7 @@ class Bounds:
 class Survey:
     """A segment as it is. `state`: open, rolled, sealed, dropped. `live`: sessions without an end; `open_groups`: tasks
     whose group isn't closed; `archived`: the highest event that an archive is known to hold; `due`: why it should be
-    rolled, where it's open."""
+    rolled, where it's open or only half rolled."""
 
     segment: str
     state: str
@@ -71,10 +72,19 @@ def _state(facts: Mapping[str, object]) -> str:
 
 
 async def due(bus: Bus, segment: str, bounds: Bounds = Bounds()) -> str:
-    """Why an open segment should be rolled; "" where it needn't be, or isn't open. Quick, however long the log."""
-    if _state(await Catalogue(bus).facts(segment)) != "open":
+    """Why a segment should be rolled: it's open and has reached a bound, or it was rolled half-way; "" where it needn't
+    be. Quick, however long the log."""
+    state = _state(await Catalogue(bus).facts(segment))
+    if state == "rolled":
+        return await _half_rolled(bus, segment)
+    if state != "open":
         return ""
     return await _due(bus, segment, await bus.js.stream_info(events_stream(segment)), bounds)
+
+
+async def _half_rolled(bus: Bus, segment: str) -> str:
+    """A rolled segment without one behind it: nothing new is taken anywhere until the roll is done again."""
+    return "a roll that was broken off" if (await Catalogue(bus).segments())[-1] == segment else ""
 
 
 async def _due(bus: Bus, segment: str, events: StreamInfo, bounds: Bounds) -> str:
@@ -94,6 +104,8 @@ async def survey(bus: Bus, segment: str, bounds: Bounds = Bounds()) -> Survey:
     found.messages, found.bytes, found.last = info.state.messages, info.state.bytes, info.state.last_seq
     if state == "open":
         found.due = await _due(bus, segment, info, bounds)
+    elif state == "rolled":
+        found.due = await _half_rolled(bus, segment)
     closed = ended = 0
     prefix = f"polar.events.{segment}"
     filters = [f"{prefix}.task.*.accepted", f"{prefix}.group.*.closed", f"{prefix}.session.*.0.*"]
@@ -119,8 +131,8 @@ async def active(bus: Bus) -> tuple[str, list[str]]:
 
 
 async def roll(bus: Bus, topology: Topology) -> str:
-    """Open the next segment and return its name. Tasks go there when the house is started again; until then, and until
-    all its sessions have ended, the old one is served.
+    """Open the next segment and return its name; done again, it finishes what was broken off. Tasks go there when the
+    house is started again; until then, and until all its sessions have ended, the old one is served.
 
     Raises ConfigError if the topology's segment isn't the open one.
     """
@@ -178,6 +190,8 @@ async def drop(bus: Bus, segment: str, archive: Path) -> Survey:
             wrong.append(f"{stream} has {info.state.messages} messages up to {info.state.last_seq}, archived: {there}")
     if wrong:
         raise ConfigError("; ".join(wrong[:5]), "archive")
+    # The directory may be a copy that nobody flushed.
+    flush_archive(archive, manifest)
     catalogue = Catalogue(bus)
     accepted = (s.subject.split(".") for s in read_archive(archive, check=False) if s.subject.endswith(".accepted"))
     await catalogue.remember(tokens[4] for tokens in accepted if tokens[3] == "task")

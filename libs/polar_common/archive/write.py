@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import zstandard
@@ -13,13 +15,25 @@ from polar_common.bus.read import Stored
 from polar_common.errors import ConfigError
 from polar_common.topology import DLQ, TRACES, blobs_stream, events_stream
 
-from .format import MANIFEST, FileEntry, Manifest, StreamEntry, file_hash, pack_record, read_manifest, write_manifest
+from .format import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    StreamEntry,
+    file_hash,
+    flush,
+    make_directory,
+    pack_record,
+    read_manifest,
+    write_manifest,
+)  # fmt: skip
 
 __all__ = ["export"]
 
 FILE_BYTES = 256 << 20
 """Uncompressed bytes of a file: what an interrupted export may have to do again."""
 FILE_MESSAGES = 100_000
+LOCK = ".lock"
 _LEVEL = 6
 Progress = Callable[[str, int], None]
 
@@ -36,9 +50,28 @@ async def export(
     """Write what the archive doesn't hold yet: events and blobs of the segment, dead letters and, unless they are left
     out because a replay makes them again, traces.
 
-    Raises ConfigError if the directory holds another segment's archive, Unavailable if the log doesn't answer.
+    Raises ConfigError if the directory holds another segment's archive or another export is writing to it, Unavailable
+    if the log doesn't answer.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
+    with _alone(directory):
+        return await _export(bus, directory, segment, traces, file_bytes, on_progress)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One export at a time into a directory; the lock of a process that was killed is gone with it."""
+    with (directory / LOCK).open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another export is writing to {directory}", "archive") from error
+        yield
+
+
+async def _export(
+    bus: Bus, directory: Path, segment: str, traces: bool, file_bytes: int, on_progress: Progress | None
+) -> Manifest:
     manifest = read_manifest(directory) if (directory / MANIFEST).exists() else Manifest(segment=segment)
     if manifest.segment != segment:
         raise ConfigError(f"{directory} is the archive of segment {manifest.segment}", "archive")
@@ -126,6 +159,7 @@ class _Writer:
         os.fsync(self._file.fileno())
         self._file.close()
         self._part.rename(self._path)
+        flush(self._path.parent)
         return FileEntry(
             name=self._path.name,
             first=self._first,

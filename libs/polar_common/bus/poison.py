@@ -19,6 +19,7 @@ from prometheus_client import Counter
 
 from polar_common import subjects
 from polar_common.errors import FromTheFuture, Poison
+from polar_common.ids import new_id
 
 from .client import Bus
 from .read import Stored, from_delivery
@@ -61,7 +62,10 @@ def _count(consumer: str, fate: Failure) -> Failure:
 
 
 async def bury(bus: Bus, consumer: str, stream: str, stored: Stored, error: BaseException, tries: int = 1) -> None:
-    """Publish a message to the dead letter, with its reason, and wait for the acknowledgement."""
+    """Publish a message to the dead letter, with its reason, and wait for the acknowledgement.
+
+    Where it was buried before (and offered again since), a note below that letter says how it failed this time.
+    """
     body = orjson.dumps(
         {
             "consumer": consumer,
@@ -75,5 +79,8 @@ async def bury(bus: Bus, consumer: str, stream: str, stored: Stored, error: Base
         }
     )
     subject = subjects.dead_letter(consumer, stream, stored.sequence)
-    # The natural key says it all: a second burial of the same message is the same fact.
-    await bus.once_raw(subject, body, body_hash=f"{stream}/{stored.sequence}")
+    # The natural key says it all: a second burial of the same message is the same letter.
+    buried = await bus.once_raw(subject, body, body_hash=f"{stream}/{stored.sequence}")
+    if buried.duplicate:
+        note = f"{subject}.failed.{new_id()[:12]}"
+        await bus.once_raw(note, body, body_hash=note)

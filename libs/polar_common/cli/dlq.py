@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from polar_common.bus import Bus, scan
 from polar_common.bus.read import Stored
 from polar_common.catalogue import Catalogue
 from polar_common.errors import ConfigError, FromTheFuture, Poison
-from polar_common.letters import Letter, is_letter, read_letter, read_note, retry
+from polar_common.letters import Letter, is_failure, is_letter, read_letter, read_note, retry
 from polar_common.permissions import ADMIN
 from polar_common.session_state import SessionState
 from polar_common.topology import DLQ, events_stream
@@ -58,20 +59,26 @@ def list_(
 
 async def _letters(bus: Bus) -> tuple[list[Letter], set[int], list[dict[str, Any]]]:
     """All of them, the numbers of those that were offered again, and rows of what is neither."""
-    letters: list[Letter] = []
+    letters: dict[str, Letter] = {}
     retried: set[int] = set()
     unreadable: list[dict[str, Any]] = []
     async for stored in scan(bus, DLQ, ["polar.dlq.>"]):
         try:
             if is_letter(stored.subject):
-                letters.append(read_letter(stored))
+                letters[stored.subject] = read_letter(stored)
+            elif is_failure(stored.subject):
+                # The same letter, as it failed last.
+                again, subject = read_letter(stored), stored.subject.partition(".failed.")[0]
+                number = letters[subject].number if subject in letters else again.number
+                letters[subject] = replace(again, number=number)
+                retried.discard(number)
             else:
                 retried.add(read_note(stored))
         except Poison as error:
             consumer = stored.subject.split(".")[2]
             row = _blank(stored, "unreadable", str(error))
             unreadable.append(row | {"number": stored.sequence, "consumer": consumer})
-    return letters, retried, unreadable
+    return list(letters.values()), retried, unreadable
 
 
 def _blank(stored: Stored, state: str, reason: str) -> dict[str, Any]:

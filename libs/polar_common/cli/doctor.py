@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import httpx
@@ -21,8 +22,8 @@ from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
 from polar_common.house.layout import Endpoint
 from polar_common.nats_server import find_binary
-from polar_common.settings import cache_dir
-from polar_common.topology import DLQ, Topology, differences
+from polar_common.settings import HouseSettings, cache_dir
+from polar_common.topology import DLQ, Topology, differences, live_topology
 
 from .house import _DATA, DataOption, JsonOption
 from .output import emit, table
@@ -146,7 +147,7 @@ async def _log(found: Endpoint) -> list[Line]:
     try:
         segment, _ = await active(bus)
         reason = await due(bus, segment)
-        wrong = await differences(bus.js, Topology(segment=segment))
+        wrong = await differences(bus.js, await _wanted(bus, segment))
         letters = (await bus.js.stream_info(DLQ)).state.messages
     except (PolarError, nats.errors.Error, APIError) as error:
         return [("log", "fail", f"it doesn't answer: {error!r}")]
@@ -159,6 +160,13 @@ async def _log(found: Endpoint) -> list[Line]:
     if letters:
         lines.append(("dead letters", "note", f"{letters}: see `polar dlq list`"))
     return lines
+
+
+async def _wanted(bus: Bus, segment: str) -> Topology:
+    """As the code says, for what was chosen when the segment was made; a setting for replicas goes before."""
+    settings = HouseSettings()
+    found = await live_topology(bus.js, segment)
+    return replace(found, replicas=settings.replicas) if "replicas" in settings.model_fields_set else found
 
 
 def _proxy(found: Endpoint) -> list[Line]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from polar_common.bus import Bus
 from polar_common.catalogue import Catalogue
 from polar_common.errors import PolarError
 from polar_common.permissions import ADMIN, USERS, authorization, users
-from polar_common.topology import Topology, events_stream
+from polar_common.topology import Topology, events_stream, live_topology
 from polar_common.verify import Options, audit
 
 from .connect import with_bus
@@ -82,7 +82,8 @@ def roll(
     async def work(bus: Bus) -> tuple[str, str]:
         newest = (await Catalogue(bus).segments())[-1]
         due = await life.due(bus, newest, life.Bounds(messages, size, days))
-        return (await life.roll(bus, await _topology(bus, newest)) if due or not if_due else ""), due
+        # The next segment gets the choices that this one was made with.
+        return (await life.roll(bus, await live_topology(bus.js, newest)) if due or not if_due else ""), due
 
     opened, due = with_bus(data, work, ADMIN)
     if json:
@@ -93,16 +94,6 @@ def roll(
         console.print("not due", markup=False)
     if not opened:
         raise typer.Exit(1)
-
-
-async def _topology(bus: Bus, segment: str) -> Topology:
-    """The next segment gets the replicas, bounds, classes and leases that this one has."""
-    info = await bus.js.stream_info(events_stream(segment))
-    consumers = await bus.js.consumers_info(events_stream(segment))
-    classes = tuple(c.name.removeprefix("gateway-") for c in consumers if c.name.startswith("gateway-"))
-    waits = [c.config.ack_wait for c in consumers if c.name.startswith("gateway-") and c.config.ack_wait]
-    made = Topology(segment=segment, replicas=info.config.num_replicas or 1, events_bytes=info.config.max_bytes or -1)
-    return replace(made, work_classes=classes or made.work_classes, lease_s=waits[0] if waits else made.lease_s)
 
 
 @log.command("seal")
