@@ -104,6 +104,14 @@ async def test_repeating_an_acknowledged_transition_succeeds(bus: Bus) -> None:
     assert again.sequence == first.sequence
 
 
+async def test_a_repeat_while_the_first_is_under_way_succeeds(bus: Bus) -> None:
+    """Three servers then say that the message id is in process, which decides nothing."""
+    for number in range(60):
+        event = accepted(f"s1-hasty{number}-0")
+        answers = await asyncio.gather(*(bus.once(event) for _ in range(4)))
+        assert len({a.sequence for a in answers}) == 1
+
+
 async def test_a_batch_is_all_or_nothing(bus: Bus) -> None:
     base = (await bus.once(accepted())).sequence
     pair = [SessionLost(session=SID, attempt=1), SessionSealed(session=SID, attempt=1, reason="lost")]

@@ -1,4 +1,4 @@
-"""Three servers in trouble together: killed at once, with full disks, and out of reach of their clients.
+"""Three servers in trouble together: killed at once, with full stores, and out of reach of their clients.
 
 `test_log_server.py` and `test_log_disk.py` ask the same of one server.
 """
@@ -115,7 +115,7 @@ async def test_r3_servers_killed_together_lose_nothing_acknowledged(cluster: Nat
     await bus.close()
 
 
-# -- full disks
+# -- full stores, bounded by small disks
 
 
 @asynccontextmanager
@@ -128,11 +128,11 @@ async def on_disks(directory: Path, small: int) -> AsyncIterator[tuple[NatsClust
         yield cluster, made, bus
 
 
-async def test_r3_the_leaders_full_disk_costs_it_the_lead_and_nothing_else(tmp_path: Path) -> None:
+async def test_r3_the_leaders_full_store_costs_it_the_lead_and_nothing_else(tmp_path: Path) -> None:
     async with on_disks(tmp_path, 1) as (cluster, made, bus):
         acknowledged: dict[str, int] = {}
         full = cluster.servers[0]
-        # The one that found the disk full may be refused; what comes then is taken by another leader.
+        # The one that found its store full may be refused; what comes then is taken by another leader.
         assert await written(bus, acknowledged, range(700)) <= 1
         assert len(acknowledged) >= 699
         full.stop("kill")
@@ -144,7 +144,7 @@ async def test_r3_the_leaders_full_disk_costs_it_the_lead_and_nothing_else(tmp_p
         await bus.close()
 
 
-async def test_r3_full_disks_refuse_stop_admission_and_keep_what_was_acknowledged(tmp_path: Path) -> None:
+async def test_r3_full_stores_refuse_stop_admission_and_keep_what_was_acknowledged(tmp_path: Path) -> None:
     async with on_disks(tmp_path, 3) as (cluster, made, bus):
         edge = await start_edge(cluster.url)
         assert (await edge.client.post("/v1/tasks?run=r", json=task("before"))).status_code == 202

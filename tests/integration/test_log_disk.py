@@ -1,6 +1,8 @@
-"""A disk that is really full: a small tmpfs under the server's store, where the tests may mount one (root).
+"""Small and full disks: a tmpfs under the server's store, where the tests may mount one (root).
 
-`test_log_server.py` fills a store that its configuration bounds, which runs everywhere.
+A server takes three quarters of the disk that it finds for its bound, and refuses what goes beyond by name. Where
+somebody else fills the disk the write itself fails (ENOSPC): then it answers no publish on that stream until it is
+started again. `test_log_server.py` fills a store that its configuration bounds, which runs everywhere.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def accepted(number: int) -> SessionAccepted:
 
 
 async def filled(bus: Bus) -> dict[str, int]:
-    """What was acknowledged until the disk was full."""
+    """What was acknowledged until the store was full."""
     acknowledged: dict[str, int] = {}
     try:
         for number in range(2_000):
@@ -83,28 +85,15 @@ async def filled(bus: Bus) -> dict[str, int]:
     except Unavailable:
         assert len(acknowledged) > 50
         return acknowledged
-    pytest.fail("the disk never was full")
+    pytest.fail("the store never was full")
 
 
 async def held(bus: Bus) -> dict[str, int]:
     return {s.subject: s.sequence async for s in scan(bus, STREAM, [">"])}
 
 
-async def test_a_disk_full_by_a_small_tmpfs_refuses_stops_admission_and_keeps_what_it_acknowledged(disk: Disk) -> None:
-    server = start_nats(disk.path)
-    try:
-        bus = await Bus.connect(server.url, "test/bus")
-        await apply(bus.js, Topology(dlq_bytes=-1))
-        edge = await start_edge(server.url)
-        assert (await edge.client.post("/v1/tasks?run=r", json=task("before"))).status_code == 202
-        acknowledged = await filled(bus)
-        answer = await edge.client.post("/v1/tasks?run=r", json=task("later", instruction="x" * 60_000))
-        assert answer.status_code == 503 and answer.json()["error"], answer.text
-        await edge.kill()
-        await bus.close()
-    finally:
-        server.stop("kill")
-    disk.grow(64)
+async def _goes_on(disk: Disk, acknowledged: dict[str, int]) -> None:
+    """Another server on what is there: nothing is lost, and it takes more."""
     roomier = NatsServer(NatsConfig(data=disk.path / "js", port=free_port(), name="roomier"))
     roomier.start()
     try:
@@ -120,3 +109,61 @@ async def test_a_disk_full_by_a_small_tmpfs_refuses_stops_admission_and_keeps_wh
             await bus.close()
     finally:
         roomier.stop("kill")
+
+
+async def test_a_store_bounded_by_a_small_disk_refuses_stops_admission_and_keeps_what_it_acknowledged(
+    disk: Disk,
+) -> None:
+    server = start_nats(disk.path)
+    try:
+        bus = await Bus.connect(server.url, "test/bus")
+        await apply(bus.js, Topology(dlq_bytes=-1))
+        edge = await start_edge(server.url)
+        assert (await edge.client.post("/v1/tasks?run=r", json=task("before"))).status_code == 202
+        acknowledged = await filled(bus)
+        answer = await edge.client.post("/v1/tasks?run=r", json=task("later", instruction="x" * 60_000))
+        assert answer.status_code == 503 and answer.json()["error"], answer.text
+        await edge.kill()
+        await bus.close()
+    finally:
+        server.stop("kill")
+    disk.grow(64)
+    await _goes_on(disk, acknowledged)
+
+
+def fill(disk: Disk, leave: int) -> Path:
+    """A file of somebody else's that takes all but `leave` bytes."""
+    state = os.statvfs(disk.path)
+    rest = disk.path / "rest"
+    with rest.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, state.f_bavail * state.f_frsize - leave)
+    return rest
+
+
+async def test_a_disk_without_space_refuses_stops_admission_and_keeps_what_it_acknowledged(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENOSPC, far below the store's bound."""
+    monkeypatch.setattr("polar_common.bus.client._TIMEOUT_S", 0.5)
+    disk.grow(64)
+    server = start_nats(disk.path)
+    try:
+        bus = await Bus.connect(server.url, "test/bus")
+        await apply(bus.js, Topology(dlq_bytes=-1))
+        edge = await start_edge(server.url)
+        assert (await edge.client.post("/v1/tasks?run=r", json=task("before"))).status_code == 202
+        rest = fill(disk, 4 << 20)
+        acknowledged = await filled(bus)
+        assert "no space left on device" in server.log.read_text()
+        with pytest.raises(Unavailable, match="disk may be full"):
+            await bus.once(accepted(4_000))
+        # What was acknowledged can be read meanwhile.
+        assert acknowledged.items() <= (await held(bus)).items()
+        answer = await edge.client.post("/v1/tasks?run=r", json=task("later"))
+        assert answer.status_code == 503 and answer.json()["error"], answer.text
+        await edge.kill()
+        await bus.close()
+    finally:
+        server.stop("kill")
+    rest.unlink()
+    await _goes_on(disk, acknowledged)

@@ -40,7 +40,9 @@ MSG_ID = "Nats-Msg-Id"
 BODY = "Polar-Body"
 """Hash of what the message says (`Event.body_hash`, or sha256 of a trace): decides whether a repeat is the same."""
 
-_STALE, _IN_FLIGHT, _BATCH_DUPLICATE = 10071, 10164, 10201
+_STALE = 10071
+_UNDECIDED = (10164, 10158, 10201)
+"""This fence is in flight, this message id is in process (both where servers replicate), a batch with a known id."""
 _FULL = (10077, 10047, 10023)
 _TRIES = 8
 _TIMEOUT_S = 5.0
@@ -163,7 +165,7 @@ class Bus:
                 found = await self._same_as_stored(last.subject(), last.body_hash())
                 if found is not None:
                     return found
-                if isinstance(error, _Refused) and error.code not in (_IN_FLIGHT, _BATCH_DUPLICATE):
+                if isinstance(error, _Refused) and error.code not in _UNDECIDED:
                     raise _error_for(error, last.subject()) from error
             await _pause(attempt)
         raise Unavailable(f"no answer to a batch ending in {last.subject()}")
@@ -198,7 +200,7 @@ class Bus:
             try:
                 return await self._request(subject, body, headers)
             except _Refused as refused:
-                if refused.code not in (_STALE, _IN_FLIGHT, _BATCH_DUPLICATE):
+                if refused.code not in (_STALE, *_UNDECIDED):
                     raise _error_for(refused, subject) from refused
                 found = await self._same_as_stored(subject, body_hash)
                 if found is not None:
@@ -211,7 +213,15 @@ class Bus:
                 if found is not None:
                     return found
             await _pause(attempt)
-        raise Unavailable(f"no answer to a publish on {subject}")
+        raise Unavailable(f"no answer to a publish on {subject}{await self._why_silent(subject)}")
+
+    async def _why_silent(self, subject: str) -> str:
+        """A server whose disk is full answers everything but publishes, until it's started again on a roomier one."""
+        try:
+            await self.last(subject)
+        except Unavailable:
+            return ""
+        return ", but reads are answered: the server's disk may be full (its log tells)"
 
     async def _same_as_stored(self, subject: str, body_hash: str) -> Published | None:
         """The message on `subject` if it is the one we meant; None if the subject is empty or can't be read."""
