@@ -94,6 +94,27 @@ async def test_rules_from_a_file_and_typing_errors_in_it(house: list[Script], tm
         await polar("replay", "--build", "typo", "--since", "yesterday")
 
 
+async def test_a_choice_of_what_is_not_there_is_refused(house: list[Script]) -> None:
+    for begin in ("2026-01-02", "2026-01-01T12:00"):
+        with pytest.raises(ConfigError, match="nothing lies between"):
+            await polar("replay", "--build", "none", "--since", begin, "--until", "2026-01-01T12:00Z")
+    missing = house[0].session[:-1] + "7"
+    with pytest.raises(ConfigError, match=f"no such session: {missing}$"):
+        await polar("replay", "--build", "some", "--session", missing, "--session", house[0].session)
+    (some,) = [row for row in await polar("build", "list") if row["build"] == "some"]
+    assert some["sessions"] == 1
+
+
+async def test_a_builds_traces_are_bounded_and_dropped(house: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLAR_RECONSTRUCTOR_BUILD_BYTES", "100")
+    with pytest.raises(ConfigError, match="budget of 100"):
+        await polar("replay", "--build", "again")
+    (dropped,) = await polar("build", "drop", "again")
+    assert dropped["messages"] == 6 and [t["build"] for t in await polar("build", "list")] == ["live", "again"]
+    with pytest.raises(ConfigError, match="no build of that name"):
+        await polar("build", "drop", "agian")
+
+
 async def test_a_trace_is_found_by_session_number_or_id_and_shown_in_pieces(house: list[Script]) -> None:
     both = await polar("trace", "show", house[0].session)
     assert [t["number"] for t in both] == [0, 1]

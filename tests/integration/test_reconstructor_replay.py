@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import subprocess
+import sys
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +24,7 @@ from polar_common.ids import FIRST_SEGMENT, task_id
 from polar_common.nats_server import NatsServer
 from polar_common.topology import TRACES
 from polar_common.traces import GroupTraces, Trace
-from polar_reconstructor.builds import diff, read_build, summaries
+from polar_reconstructor.builds import diff, drop, read_build, summaries
 from polar_reconstructor.handlers import Reconstructor
 from polar_reconstructor.origins import Log
 from polar_reconstructor.pool import Processes
@@ -193,6 +199,68 @@ async def test_damaged_sessions_fail_alone_with_the_place_while_a_replay_goes_on
         assert isinstance(fact, BuildFailed) and told in fact.reason
     traces = [f.traces for s in sound if isinstance(f := facts[s.session], BuildReconstructed)]
     assert traces == [1, 0, 1]
+
+
+STARTED = """
+import asyncio, sys
+from polar_reconstructor.pool import Processes
+from polar_reconstructor.rules import BUILT_IN
+made = Processes(sys.argv[1], "killed", BUILT_IN["exact"], 1)
+asyncio.run(made.build([]))
+print(*made._pool._processes, flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_processes_of_a_replay_that_is_killed_end_with_it(bus: Bus, nats_server: NatsServer) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTED, nats_server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in (await asyncio.to_thread(parent.stdout.readline)).split()]
+        parent.kill()
+    assert len(pids) == 1
+    for _ in range(100):
+        if not Path(f"/proc/{pids[0]}").exists():
+            return
+        await asyncio.sleep(0.1)
+    os.kill(pids[0], signal.SIGKILL)
+    pytest.fail("it runs on")
+
+
+async def test_a_build_over_its_budget_ends_the_replay_and_can_be_dropped_and_made_again(
+    bus: Bus, nats_server: NatsServer
+) -> None:
+    await live(bus, 24)
+    whole = await bodies(bus, "live")
+    size = sum(len(body) for subject, body in whole.items() if not subject.endswith(".closed"))
+    builders = Processes(nats_server.url, "small", BUILT_IN["exact"], 1)
+    try:
+        with pytest.raises(ConfigError, match=r"small has .* bytes of traces, more than its budget of 20,000"):
+            await replay(bus, "small", budget=20_000, builders=builders)
+    finally:
+        builders.close()
+    assert 0 < len(await bodies(bus, "small")) < len(whole)
+    with pytest.raises(ConfigError, match="polar build drop small"):
+        await replay(bus, "small", budget=20_000)
+    assert await drop(bus, "small") > 0
+    assert await bodies(bus, "small") == {} and await bodies(bus, "live") == whole
+    assert (await summaries(bus, "small"))[0].traces > 0
+    made = await replay(bus, "small", budget=size + 1000)
+    assert made.report.results == {"reconstructed": 48, "open": 0} and made.report.groups == 24
+    assert trace_ids(await bodies(bus, "small")) == trace_ids(whole)
+    with pytest.raises(ConfigError, match="no build of that name"):
+        await drop(bus, "nowhere")
+
+
+async def test_times_are_chosen_from_the_first_and_up_to_the_second(bus: Bus) -> None:
+    script = (await live(bus, 1))[1]
+    accepted = await bus.last(subjects.session(script.session, 0, "accepted"))
+    assert accepted is not None
+    both = Choice(since=accepted.time, sessions=frozenset({script.session}))
+    assert (await replay(bus, "from", choice=both)).report.results == {"reconstructed": 1, "open": 0}
+    before = Choice(until=accepted.time, sessions=frozenset({script.session}))
+    assert (await replay(bus, "to", choice=before)).report.results == {"open": 0}
 
 
 async def test_an_empty_log_is_replayed_into_nothing(bus: Bus) -> None:

@@ -7,18 +7,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+import nats.errors
+import orjson
 import structlog
 
 from polar_common import subjects
 from polar_common.bus import Bus, Stored, scan
 from polar_common.catalogue import Catalogue
-from polar_common.errors import ConfigError, Poison
+from polar_common.errors import ConfigError, Poison, Unavailable
 from polar_common.events import BuildFailed, BuildReconstructed
 from polar_common.topology import TRACES, events_stream
 from polar_common.trace_messages import read_message
 from polar_common.traces import TraceManifest
 
-__all__ = ["BuildFact", "BuildSummary", "Difference", "FateChange", "compare", "diff", "read_build", "summaries"]
+__all__ = [
+    "BuildFact",
+    "BuildSummary",
+    "Difference",
+    "FateChange",
+    "compare",
+    "diff",
+    "drop",
+    "read_build",
+    "summaries",
+]
 
 BuildFact = BuildReconstructed | BuildFailed
 TRAINED = "trained"
@@ -89,6 +101,25 @@ async def summaries(bus: Bus, build: str | None = None) -> list[BuildSummary]:
             if (event := _fact(stored)) is not None:
                 found.setdefault(event.build, BuildSummary(event.build)).add(event, stored.time)
     return list(found.values())
+
+
+async def drop(bus: Bus, build: str) -> int:
+    """Purge a build's traces, manifests and projected closings; what the log says of it stays, and a replay under its
+    name makes them again. Returns how many messages went. Only the topology user may.
+
+    Raises ConfigError for a build that isn't there, Unavailable where the server doesn't answer or refuses.
+    """
+    body = orjson.dumps({"filter": subjects.trace_filter(build=build)})
+    try:
+        answer = orjson.loads((await bus.nc.request(f"$JS.API.STREAM.PURGE.{TRACES}", body, timeout=30)).data)
+    except (TimeoutError, nats.errors.Error) as error:
+        raise Unavailable(f"{TRACES} isn't purged: no answer, or not the topology user ({error!r})") from error
+    if "error" in answer:
+        raise Unavailable(f"{TRACES} isn't purged: {answer['error'].get('description')}")
+    purged = int(answer["purged"])
+    if not purged and not await summaries(bus, build):
+        raise ConfigError("there is no build of that name", build)
+    return purged
 
 
 async def read_build(bus: Bus, segment: str, build: str) -> dict[str, BuildFact]:

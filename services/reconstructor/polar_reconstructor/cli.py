@@ -16,17 +16,18 @@ from rich.text import Text
 
 from polar_common.bus import Bus
 from polar_common.cli.output import console, emit, table, warn
-from polar_common.connection import with_user
 from polar_common.errors import ConfigError
 from polar_common.house import find_house
-from polar_common.settings import HouseSettings, cache_dir
+from polar_common.permissions import ADMIN, TOOLS
+from polar_common.settings import cache_dir
 
-from .builds import BuildSummary, Difference, diff, summaries
+from .builds import BuildSummary, Difference, diff, drop, summaries
 from .export import format_of, write
 from .origins import Archived, Log, Origin
 from .pool import Processes
 from .replay import Choice, Replay, Report
 from .rules import load
+from .settings import ReconstructorSettings
 from .traces import Read, build_traces, find_traces, find_vocabulary, pieces
 
 __all__ = ["build", "export", "replay", "trace"]
@@ -43,22 +44,19 @@ _LONG_LOG, _MOST_PROCESSES = 20_000, 4
 _COLOURS = {"prompt": "dim", "context": "cyan", "sampled": "bold green", "masked": "yellow"}
 
 
-def _where(data: Path | None) -> str:
+def _where(data: Path | None, user: str = TOOLS) -> str:
     """The log's address with who connects: `POLAR_NATS` and its user, else what the house file says."""
-    settings = HouseSettings()
-    if "nats" in settings.model_fields_set and data is None:
-        return with_user(settings.nats, settings.nats_user, settings.nats_password.get_secret_value())
-    url = find_house(data).nats
+    url = find_house(data, user).nats
     if not url:
         raise ConfigError("a remote house's log is reached by POLAR_NATS", "nats")
     return url
 
 
-def _with_bus(data: Path | None, work: Callable[[Bus], Awaitable[T]]) -> T:
+def _with_bus(data: Path | None, work: Callable[[Bus], Awaitable[T]], user: str = TOOLS) -> T:
     """Connect to the house's log and work."""
 
     async def run() -> T:
-        bus = await Bus.connect(_where(data), "cli", wait_s=5.0)
+        bus = await Bus.connect(_where(data, user), "cli", wait_s=5.0)
         try:
             return await work(bus)
         finally:
@@ -75,6 +73,13 @@ def _time(text: str, option: str) -> datetime | None:
     except ValueError as error:
         raise ConfigError(f"{text!r} is no ISO time", option) from error
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def _times(since: str, until: str) -> tuple[datetime | None, datetime | None]:
+    begin, end = _time(since, "since"), _time(until, "until")
+    if begin is not None and end is not None and begin >= end:
+        raise ConfigError(f"nothing lies between {since} and {until}", "since")
+    return begin, end
 
 
 def replay(
@@ -103,7 +108,8 @@ def replay(
     """
     rule_set = load(rules)
     stored = None if archive is None else Archived(archive)
-    choice = Choice(run, _time(since, "since"), _time(until, "until"), frozenset(session or ()))
+    choice = Choice(run, *_times(since, until), frozenset(session or ()))
+    settings = ReconstructorSettings()
     columns = (TextColumn("replay"), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=json or not console.is_terminal, transient=True) as bar:
         shown = bar.add_task("replay", total=None, told="")
@@ -113,12 +119,13 @@ def replay(
             bar.update(shown, total=report.end, completed=report.position, told=told)
 
         async def work(bus: Bus) -> Report:
-            origin = stored or Log(bus, HouseSettings().segment)
+            origin = stored or Log(bus, settings.segment)
             count = await _processes(origin) if processes is None else processes
             url = _where(data)
             builders = Processes(url, name, rule_set, count, dry=dry_run, archive=archive) if count else None
             try:
-                made = Replay(bus, name, rule_set, origin, choice, builders=builders, dry=dry_run, rate=rate)
+                options: dict[str, Any] = {"rate": rate, "budget": settings.reconstructor_build_bytes}
+                made = Replay(bus, name, rule_set, origin, choice, builders=builders, dry=dry_run, **options)
                 made.on_progress = progress
                 return await made.run()
             finally:
@@ -137,6 +144,8 @@ def replay(
         warn(f"{report.results['newer']} sessions are of a newer version: replay {name} again after an upgrade")
     if report.results["unreadable"]:
         warn(f"{report.results['unreadable']} groups weren't closed, their messages can't be read: `polar verify`")
+    if report.unknown:
+        raise ConfigError(f"no such session: {', '.join(sorted(report.unknown))}", "session")
 
 
 async def _processes(origin: Origin) -> int:
@@ -206,6 +215,17 @@ def _accounts(found: BuildSummary) -> list[tuple[str, str, Counter[str]]]:
         ("drift", "spans whose context isn't what the engine saw", found.drift),
         ("reasons", "sessions not built", found.reasons),
     ]
+
+
+@build.command("drop")
+def build_drop(name: str, data: DataOption = None, json: JsonOption = False) -> None:
+    """Purge a build's traces, read or unread. What the log says of the build stays; a replay of that name and the same
+    rules makes the traces again.
+
+    Example: polar build drop merged
+    """
+    purged = _with_bus(data, lambda bus: drop(bus, name), ADMIN)
+    _print("", [{"build": name, "messages": purged}], json)
 
 
 @build.command("diff")

@@ -55,6 +55,8 @@ class Reconstructor:
         self._decode = _decoder(rules)
         self._blobs: dict[str, Blobs] = {}
         self._read_blob = blob
+        self.written = 0
+        """Bytes of traces published."""
 
     async def on_ended(self, stored: Stored) -> None:
         """`artifacts`, `failed` or `cancelled`: build the session if that decides it and nobody has yet."""
@@ -90,7 +92,8 @@ class Reconstructor:
             if not self.dry:
                 out = outgoing(built, self.build)
                 await self._bring(session, out.pictures)
-                await publish(self.bus, self.blobs(session), out)
+                size = await publish(self.bus, self.blobs(session), out)
+                self.written += size
         except (FromTheFuture, Unavailable):
             raise
         except (TraceError, BlobError, Poison, Conflict) as error:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -41,6 +43,11 @@ class Builders(Protocol):
         """Batches that are worth having in flight."""
         ...
 
+    @property
+    def written(self) -> int:
+        """Bytes of traces published so far."""
+        ...
+
     async def build(self, batch: Sequence[Job]) -> list[str]:
         """`reconstructed`, `failed` or `newer` per session, in order. Raises Unavailable."""
         ...
@@ -55,6 +62,10 @@ class Here:
 
     def __init__(self, maker: Reconstructor) -> None:
         self._maker = maker
+
+    @property
+    def written(self) -> int:
+        return self._maker.written
 
     async def build(self, batch: Sequence[Job]) -> list[str]:
         return list(await asyncio.gather(*(self._one(session, stored) for session, stored in batch)))
@@ -80,6 +91,7 @@ class Processes:
         self, url: str, build: str, rules: RuleSet, count: int, *, dry: bool = False, archive: Path | None = None
     ) -> None:
         self.at_once = 2 * count
+        self.written = 0
         self._pool = ProcessPoolExecutor(
             count,
             mp_context=multiprocessing.get_context("spawn"),
@@ -90,9 +102,11 @@ class Processes:
     async def build(self, batch: Sequence[Job]) -> list[str]:
         jobs = [(session, [(m.subject, m.sequence, m.time, m.body) for m in stored]) for session, stored in batch]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, _build, jobs)
+            results, written = await asyncio.get_running_loop().run_in_executor(self._pool, _build, jobs)
         except BrokenProcessPool as error:
             raise Unavailable("a process of the replay died; start it again, it goes on where it was") from error
+        self.written += written
+        return results
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -113,10 +127,20 @@ _processes: list[_Process] = []
 
 
 def _connect(url: str, build: str, rules: str, dry: bool, archive: Path | None) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _processes.append(_Process(url, build, rules, dry, archive))
 
 
-def _build(jobs: Sequence[tuple[str, Sequence[Message]]]) -> list[str]:
+def _end_with_parent() -> None:
+    """A pool's processes wait for work for ever, also where whoever started them was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _build(jobs: Sequence[tuple[str, Sequence[Message]]]) -> tuple[list[str], int]:
     process = _processes[0]
+    before = process.here.written
     batch = [(session, [Stored(*message, "") for message in messages]) for session, messages in jobs]
-    return process.loop.run_until_complete(process.here.build(batch))
+    return process.loop.run_until_complete(process.here.build(batch)), process.here.written - before

@@ -106,16 +106,18 @@ def _drift(built: Built) -> Counter[str]:
     return Counter(s["drift_class"] for s in spans)
 
 
-async def publish(bus: Bus, blobs: Blobs, out: Outgoing) -> None:
-    """Put everything on the log in order. Raises Conflict, Unavailable."""
+async def publish(bus: Bus, blobs: Blobs, out: Outgoing) -> int:
+    """Put everything on the log in order; how many bytes that is on the trace stream. Raises Conflict, Unavailable."""
     for start in range(0, len(out.blobs), _AT_ONCE):
         await asyncio.gather(*(blobs.put_as(ref, body) for ref, body in out.blobs[start : start + _AT_ONCE]))
     for start in range(0, len(out.traces), _AT_ONCE):
         await asyncio.gather(*(bus.once_raw(*message) for message in out.traces[start : start + _AT_ONCE]))
     manifest = out.manifest
     subject = subjects.trace_manifest(manifest.run, manifest.build, manifest.task, manifest.session)
-    await bus.once_raw(subject, manifest.model_dump_json().encode(), manifest.hash())
+    body = manifest.model_dump_json().encode()
+    await bus.once_raw(subject, body, manifest.hash())
     await bus.once(out.fact)
+    return sum(len(trace) for _, trace, _ in out.traces) + len(body)
 
 
 def _trace_json(

@@ -16,11 +16,12 @@ from datetime import datetime
 import structlog
 from nats.js.errors import NotFoundError
 
-from polar_common.bus import Bus, Stored
+from polar_common import subjects
+from polar_common.bus import Bus, Stored, scan
 from polar_common.errors import ConfigError, FromTheFuture, Poison
-from polar_common.events import GroupClosed, SessionAccepted
+from polar_common.events import BuildFailed, GroupClosed, SessionAccepted
 from polar_common.tasks import cancel_and_wait, spawn
-from polar_common.topology import events_stream
+from polar_common.topology import TRACES, events_stream
 
 from .builds import read_build
 from .handlers import Reconstructor, decided
@@ -73,10 +74,13 @@ class Report:
     """`reconstructed`, `failed`, `newer` (left to an upgraded replay), `there` (from an earlier try), and sessions
     `open` at the end; and `unreadable` closings."""
     groups: int = 0
+    unknown: set[str] = field(default_factory=set)
+    """Sessions that were named and aren't there."""
 
 
 class Replay:
-    """One replay. `rate`: messages a second at most, so that live traffic keeps its server; 0: unbounded.
+    """One replay. `rate`: messages a second at most, so that live traffic keeps its server; `budget`: bytes of traces
+    that the build may have. 0: unbounded.
 
     `origin`: what is read; what is made goes to the bus's server in any case. `builders`: where sessions are built; by
     default here. `dry`: nothing is published. Builders of your own have to be told both.
@@ -93,6 +97,7 @@ class Replay:
         builders: Builders | None = None,
         dry: bool = False,
         rate: float = 0.0,
+        budget: int = 0,
     ) -> None:
         self.report = Report(build, rules.hash)
         self._bus = bus
@@ -101,7 +106,11 @@ class Replay:
         self._builders = builders or Here(self._maker)
         self._segment = origin.segment
         self._choice = choice or Choice()
+        self.report.unknown.update(self._choice.sessions)
         self._rate = rate
+        self._budget = budget
+        self._there = 0
+        """Bytes of traces from earlier tries."""
         self.on_progress: Callable[[Report], None] | None = None
         """Called now and then, and at the end."""
         self._gathered: dict[str, list[Stored]] = {}
@@ -117,7 +126,8 @@ class Replay:
     async def run(self) -> Report:
         """Go through what is there now.
 
-        Raises ConfigError if the build exists under other rules or has no place, Unavailable, BlobError for damage.
+        Raises ConfigError if the build exists under other rules, has no place or is over its budget; Unavailable,
+        BlobError for damage.
         """
         await self._place()
         await self._resume()
@@ -156,14 +166,31 @@ class Replay:
             raise ConfigError(what, "segment")
 
     async def _resume(self) -> None:
-        """What an earlier try finished is skipped."""
-        for session, fact in (await read_build(self._bus, self._segment, self._maker.build)).items():
+        """What an earlier try finished is skipped, unless its traces were dropped."""
+        build = self._maker.build
+        kept: set[str] = set()
+        wanted = subjects.trace_filter(build=build) if self._budget else subjects.manifests_filter(build=build)
+        async for stored in scan(self._bus, TRACES, [wanted]):
+            self._there += len(stored.body)
+            if stored.subject.endswith(".manifest"):
+                kept.add(stored.subject.split(".")[5])
+        self._within_budget()
+        for session, fact in (await read_build(self._bus, self._segment, build)).items():
             if fact.rules_hash != self._maker.rules.hash:
                 raise ConfigError(
                     f"it exists under other rules (hash {fact.rules_hash[:12]}): give the new one another name", "build"
                 )
-            self._skipped.add(session)
-            self.report.results["there"] += 1
+            if session in kept or isinstance(fact, BuildFailed):
+                self._skipped.add(session)
+                self.report.results["there"] += 1
+
+    def _within_budget(self) -> None:
+        """Raises ConfigError where the build has more bytes than it may have."""
+        made = self._there + self._builders.written
+        if self._budget and made > self._budget:
+            build = self._maker.build
+            what = f"{build} has {made:,} bytes of traces, more than its budget of {self._budget:,}"
+            raise ConfigError(f"{what}: choose less, raise it, or `polar build drop {build}`", "build_bytes")
 
     async def _pace(self, begun: float) -> None:
         if self.on_progress is not None:
@@ -180,6 +207,7 @@ class Replay:
             await self._take_closing(stored)
             return
         session = tokens[4]
+        self.report.unknown.discard(session)
         if session in self._skipped:
             return
         if stored.subject.endswith(".0.accepted") and not await self._chosen(session, stored):
@@ -250,6 +278,7 @@ class Replay:
         self.report.results.update(results)
         self._newer.update(session for (session, _), result in zip(batch, results, strict=True) if result == "newer")
         self._unfinished.difference_update(session for session, _ in batch)
+        self._within_budget()
 
     async def _finish(self, tasks: set[asyncio.Task[None]]) -> None:
         """Wait until one of the tasks is done; its error is the replay's."""
