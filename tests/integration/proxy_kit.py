@@ -122,7 +122,7 @@ async def nothing_left(proxy: Kit) -> None:
         if not service.count_running:
             break
         await asyncio.sleep(0.05)
-    assert service.count_running == 0 and not service.running
+    assert service.count_running == 0 and not service.running and len(service.sweeper) == 0
     assert [r.running for r in service.pool.replicas] == [0]
     assert all(not s.index.live and not s.running for s in service.sessions.values())
     proxy.engine.script = lambda heard: Say()

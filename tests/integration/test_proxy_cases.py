@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,45 @@ async def test_an_engine_that_dies_in_mid_stream_is_an_error_in_every_protocol(p
     again = await proxy.client.post(f"{proxy.base()}{path}", json=body)
     assert ended in again.content and failed not in again.content
     assert [e.untrainable for e in await _events(proxy)] == [""]
+
+
+ACTED_UPON = (
+    b"[DONE]", b'"finish_reason":"', b"message_stop", b'"type":"content_block_stop","index":1', b"output_item.done",
+    b"response.completed", b"functionCall", b'"finishReason"',
+)  # fmt: skip
+"""What clients run tools for, or keep."""
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_nothing_to_act_upon_leaves_before_the_log_has_it(proxy: Kit, path: str) -> None:
+    assert proxy.proxy.service is not None
+    publisher, entered, acknowledged = proxy.proxy.service.publisher, asyncio.Event(), asyncio.Event()
+    real = publisher.captured
+
+    async def slow(session: Any, item: Any) -> None:
+        entered.set()
+        await acknowledged.wait()
+        await real(session, item)
+
+    publisher.captured = slow  # type: ignore[method-assign]
+    proxy.engine.say(
+        Say('Looking.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>', chunk=1)
+    )
+    got = bytearray()
+
+    async def read() -> None:
+        async with proxy.client.stream("POST", f"{proxy.base()}{path}", json=STREAMS[path][0]) as response:
+            async for piece in response.aiter_raw():
+                got.extend(piece)
+
+    reading = asyncio.ensure_future(read())
+    await entered.wait()
+    await asyncio.sleep(0.2)
+    early = bytes(got)
+    acknowledged.set()
+    await reading
+    assert early and not [m for m in ACTED_UPON if m in early], early
+    assert [m for m in ACTED_UPON if m in got]
 
 
 @pytest.mark.parametrize("path", STREAMS)

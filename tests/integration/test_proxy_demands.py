@@ -248,6 +248,14 @@ async def test_a_count_with_pictures_is_the_engines_own_and_no_sample(seeing: Ki
     assert (await _captured(seeing)).prompt.length == counted.json()[field]
 
 
+async def test_a_count_that_asks_the_engine_keeps_to_the_limits_of_calls(seeing: Kit) -> None:
+    body, _ = SHAPES["/v1/messages"]
+    key = session_key(calls=1)
+    assert (await seeing.client.post(f"{seeing.base(key)}/v1/messages", json=body)).status_code == 200
+    counted = await seeing.client.post(f"{seeing.base(key)}/v1/messages/count_tokens", json=body)
+    assert counted.status_code == 403 and len(seeing.engine.journal) == 1
+
+
 @pytest.mark.parametrize("path", COUNTS)
 async def test_a_count_of_what_would_be_refused_is_refused(proxy: Kit, path: str) -> None:
     body, fits = SHAPES[path]

@@ -102,6 +102,9 @@ class Sweeper:
     def __init__(self) -> None:
         self._running: set[Exchange] = set()
 
+    def __len__(self) -> int:
+        return len(self._running)
+
     def add(self, exchange: Exchange, on_gone: Callable[[], None]) -> None:
         exchange.on_gone = on_gone
         exchange.watch()
