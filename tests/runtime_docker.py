@@ -156,6 +156,21 @@ def with_directory(root: bytes, path: str, uid: int) -> bytes:
     return out.getvalue()
 
 
+def image_with(host: str, path: str, data: bytes) -> str:
+    """The busybox image and one more file."""
+    out = io.BytesIO(_root_filesystem())
+    with tarfile.open(fileobj=out, mode="a") as tar:
+        info = tarfile.TarInfo(path)
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
+    client = docker.DockerClient(base_url=host)
+    try:
+        client.api.import_image_from_data(out.getvalue(), repository="polar-test/with-file", tag="1")
+    finally:
+        client.close()
+    return "polar-test/with-file:1"
+
+
 def unpack_root(directory: Path) -> None:
     """The same root file system as a directory."""
     with tarfile.open(fileobj=io.BytesIO(_root_filesystem())) as tar:

@@ -7,13 +7,15 @@ Standard library only: `courier.py` uses this file inside containers.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import shutil
 import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 __all__ = ["Beneath", "Found", "Outside", "TooMuch", "remove_tree"]
 
@@ -50,6 +52,15 @@ class Beneath:
 
     def read(self, path: str | bytes, max_bytes: int = _MAX_FILE) -> bytes:
         """A regular file's content. OSError where there is none, or a link is in the way."""
+        with self.opened(path, max_bytes) as stream:
+            data = stream.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise TooMuch(f"{path!r} is larger than {max_bytes} bytes")
+        return data
+
+    @contextlib.contextmanager
+    def opened(self, path: str | bytes, max_bytes: int = _MAX_FILE) -> Iterator[IO[bytes]]:
+        """A regular file to be read in pieces."""
         *parents, name = _parts(path)
         with self._directory(parents) as fd:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -59,21 +70,21 @@ class Beneath:
                 _allow(name, fd, stat.S_ISREG, 0o600)
                 file = os.open(name, flags, dir_fd=fd)
             with open(file, "rb") as stream:
-                if not stat.S_ISREG(os.fstat(file).st_mode):
+                info = os.fstat(file)
+                if not stat.S_ISREG(info.st_mode):
                     raise OSError(f"not a regular file: {path!r}")
-                data = stream.read(max_bytes + 1)
-        if len(data) > max_bytes:
-            raise TooMuch(f"{path!r} is larger than {max_bytes} bytes")
-        return data
+                if info.st_size > max_bytes:
+                    raise TooMuch(f"{path!r} is larger than {max_bytes} bytes")
+                yield stream
 
-    def write(self, path: str | bytes, data: bytes, mode: int = 0o644) -> None:
+    def write(self, path: str | bytes, data: bytes | IO[bytes], mode: int = 0o644) -> None:
         """Write a file, making directories; what lies in the way and isn't a directory is replaced."""
         *parents, name = _parts(path)
         with self._directory(parents, make=True) as fd:
             _clear(name, fd)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(name, flags, 0o600, dir_fd=fd), "wb") as stream:
-                stream.write(data)
+                shutil.copyfileobj(io.BytesIO(data) if isinstance(data, bytes) else data, stream)
                 os.fchmod(stream.fileno(), mode & 0o777)
 
     def link(self, path: str | bytes, target: bytes) -> None:

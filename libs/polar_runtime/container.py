@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
-from docker.errors import ImageNotFound, NotFound
+from docker.errors import NotFound
 from docker.types import Mount as BindMount
 
 from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_runtime import archive, cgroup
 from polar_runtime.base import Mount, Resource, RuntimeSpec, RuntimeStats
-from polar_runtime.docker_api import ATTEMPT, ROOT, Daemon
+from polar_runtime.docker_api import ATTEMPT, ROOT, Daemon, remove_containers
+from polar_runtime.docker_image import check_places, copy_out, given_to, user_of
 from polar_runtime.door import Door
 from polar_runtime.loopdisk import LoopDisk
 from polar_runtime.portable import PortablePython
@@ -28,9 +29,6 @@ __all__ = ["HOME", "Container"]
 HOME = "/home/agent"
 # The first process, a relay with its threads and a courier aren't the task's.
 _SPARE_PIDS = 24
-# The daemon tells modes as Go does.
-_DIRECTORY = 1 << 31
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 class Container:
@@ -42,6 +40,7 @@ class Container:
         self._disk = disk
         self._id = ""
         self._making: asyncio.Future[str] | None = None
+        self._copying: asyncio.Future[bool] | None = None
         self._removed = False
         self._running = False
         self._waking = asyncio.Lock()
@@ -61,57 +60,83 @@ class Container:
         """
         if not self._spec.image:
             raise ConfigError("the docker runtime needs an image", "runtime.image")
-        user = self._user = self._spec.user or await self._check_image()
+        user = self._user = self._spec.user or await user_of(self._daemon, self._spec)
+        self._check()
         answers = _is_root(user)
         if answers:
             await door.listen()
-        options = self._options(python, door if answers else None)
-        contents = await self._contents() if self._disk is not None else b""
-
-        def work(client: Any) -> str:
-            return str(client.containers.create(**options).id)
-
-        if self._removed:
-            raise RuntimeFault("stopped while it started")
         try:
-            # In a thread that goes on when its caller is cancelled: `remove` must know what it makes.
-            self._making = asyncio.ensure_future(self._daemon.call(work))
-            self._id = await asyncio.shield(self._making)
+            self._id = await self._make(self._options(python, door if answers else None))
+            if self._disk is not None:
+                await self._fill_disk()
+            if not answers:
+                await self._make_places(user, python)
+            await self.awake()
+            if answers and not await door.answered():
+                await self._make_places(user, python)
+                if door.is_anothers:
+                    await self._give_to_root()
         except NotFound as error:
             raise RuntimeUnavailable(f"Docker: {error.explanation}") from error
-        if not answers:
-            await self._make_places(user, python)
-        if contents:
-            parent = str(PurePosixPath(self._spec.workdir).parent)
-            await self._daemon.call(lambda client: client.api.put_archive(self._id, parent, contents))
-        await self.awake()
-        if answers and not await door.answered():
-            await self._make_places(user, python)
+        self._check()
 
-    async def _contents(self) -> bytes:
-        """The image's own working directory, as a tar of that directory; empty where it has none. It would be hidden
-        by the disk that lies over it."""
+    def _check(self) -> None:
+        if self._removed:
+            raise RuntimeFault("stopped while it started")
 
-        def work(client: Any) -> bytes:
-            made = client.containers.create(
-                self._spec.image, ["-"], entrypoint=["-"], network_mode="none", labels=self._labels()
-            )
-            try:
-                return b"".join(client.api.get_archive(made.id, self._spec.workdir)[0])
-            except NotFound:
-                return b""
-            finally:
-                made.remove(force=True, v=True)
+    async def _make(self, options: dict[str, Any]) -> str:
+        """In a thread that goes on when its caller is cancelled: `remove` must know what it makes."""
+        self._check()
+        self._making = asyncio.ensure_future(
+            self._daemon.call(lambda client: str(client.containers.create(**options).id))
+        )
+        return await asyncio.shield(self._making)
 
-        return await self._daemon.call(work)
+    async def _fill_disk(self) -> None:
+        """With the image's own working directory, which the disk hides. Held in a file: it may be large."""
+        assert self._disk is not None
+        bare = {"image": self._spec.image, "entrypoint": ["-"], "command": ["-"], "network_mode": "none"}
+        copied = await self._make({**bare, "labels": self._labels()})
+        await check_places(self._daemon, self._spec, copied, self._places())
+        with tempfile.TemporaryFile(dir=self._spec.root) as spool:
+            there = await self._copy_out(copied, spool)
+            await self._remove(copied)
+            if there:
+                await self._put_workdir(spool)
+
+    async def _give_to_root(self) -> None:
+        """The working directory with all below it: without capabilities he can't write what is another user's."""
+        root = self._spec.root
+        with tempfile.TemporaryFile(dir=root) as spool, tempfile.TemporaryFile(dir=root) as given:
+            if await self._copy_out(self._id, spool):
+                await asyncio.to_thread(given_to, 0, spool, given)
+                await self._put_workdir(given)
+
+    async def _copy_out(self, container: str, spool: IO[bytes]) -> bool:
+        """In a thread that `remove` waits for, so that nothing is written to what is gone."""
+        self._copying = asyncio.ensure_future(copy_out(self._daemon, self._spec, container, spool))
+        return await asyncio.shield(self._copying)
+
+    async def _put_workdir(self, spool: IO[bytes]) -> None:
+        parent = str(PurePosixPath(self._spec.workdir).parent)
+        try:
+            await self._daemon.call(lambda client: client.api.put_archive(self._id, parent, spool))
+        except RuntimeFault as error:
+            if self._disk is None or not self._disk.full():
+                raise
+            image = f"{self._spec.workdir} of {self._spec.image!r}"
+            raise ConfigError(f"{image} doesn't fit into the disk limit", "runtime.disk_mb") from error
+
+    def _places(self) -> list[str]:
+        return [self._spec.workdir, HOME, "/tmp"]
 
     async def _make_places(self, user: str, python: PortablePython) -> None:
-        """HOME, `/tmp` and the working directory, owned by the user who runs commands. What an image has in the place
-        of its working directory and isn't one is left alone."""
+        """HOME, `/tmp` and the working directory, owned by the user who runs commands."""
+        if self._disk is None:
+            await check_places(self._daemon, self._spec, self._id, self._places())
         uid, gid = await self._numbers(user, python)
-        places = [archive.Entry(HOME.lstrip("/"), 0o700), archive.Entry("tmp", 0o1777)]
-        if self._disk is not None or await self._is_directory(self._spec.workdir):
-            places.append(archive.Entry(self._spec.workdir.lstrip("/"), 0o755))
+        modes = {HOME: 0o700, "/tmp": 0o1777, self._spec.workdir: 0o755}
+        places = [archive.Entry(path.lstrip("/"), mode) for path, mode in modes.items()]
         tar = archive.to_tar(places, uid=uid, gid=gid)
         await self._daemon.call(lambda client: client.api.put_archive(self._id, "/", tar))
 
@@ -130,51 +155,6 @@ class Container:
                 f"no user {user!r}: {bytes(out).decode(errors='replace')[:300]}", "runtime.user"
             ) from error
         return first, second
-
-    async def _is_directory(self, path: str) -> bool:
-        """Or can become one, for nothing is there."""
-        try:
-            told = await self._daemon.call(lambda client: client.api.get_archive(self._id, path)[1])
-        except NotFound:
-            return True
-        return bool(told["mode"] & _DIRECTORY)
-
-    async def _check_image(self) -> str:
-        """The image's user."""
-        image, pull = self._spec.image, self._spec.options.get("pull") != "never"
-
-        def work(client: Any) -> tuple[str, str]:
-            try:
-                found = client.images.get(image)
-            except ImageNotFound:
-                if not pull:
-                    raise
-                found = client.images.pull(image)
-                found = found[0] if isinstance(found, list) else found
-            config = found.attrs.get("Config") or {}
-            return str(found.attrs.get("Architecture", "")), str(config.get("User", ""))
-
-        try:
-            architecture, user = await self._daemon.call(work)
-        except NotFound as error:
-            raise RuntimeUnavailable(f"no image {image!r}: {error.explanation}", "image") from error
-        except RuntimeUnavailable as error:
-            if await self._answers():
-                # A registry that can't be reached is a server error of the daemon's.
-                raise RuntimeUnavailable(f"no image {image!r}: {error}", "image") from error
-            raise
-        except RuntimeFault as error:
-            raise RuntimeUnavailable(f"no image {image!r}: {error}", "image") from error
-        own = _ARCHITECTURES.get(platform.machine(), architecture)
-        if architecture and architecture != own:
-            raise ConfigError(f"{image!r} is for {architecture}, this host is {own}", "runtime.image")
-        return user
-
-    async def _answers(self) -> bool:
-        try:
-            return bool(await self._daemon.call(lambda client: client.ping()))
-        except RuntimeFault:
-            return False
 
     def _options(self, python: PortablePython, door: Door | None) -> dict[str, Any]:
         spec, limits = self._spec, self._spec.limits
@@ -352,16 +332,25 @@ class Container:
     async def remove(self) -> None:
         """Kill and remove it, whatever state it is in. One that is just being made is waited for."""
         self._removed = True
+        made = ""
         if self._making is not None:
             await asyncio.wait({self._making})
-            if not self._making.cancelled() and self._making.exception() is None:
-                self._id = self._making.result()
-        if not self._id:
-            return
+            if self._making.exception() is None:
+                made = self._making.result()
+            else:
+                # The daemon may have made it and died before it said so.
+                label, root = self._spec.label, str(self._spec.root.absolute())
+                await asyncio.to_thread(remove_containers, self._daemon.host, label, root)
         self._measure()
         self._running = False
+        for container in {made, self._id} - {""}:
+            await self._remove(container)
+        if self._copying is not None:
+            await asyncio.wait({self._copying})
+
+    async def _remove(self, container: str) -> None:
         with contextlib.suppress(NotFound):
-            await self._daemon.call(lambda client: client.api.remove_container(self._id, force=True, v=True))
+            await self._daemon.call(lambda client: client.api.remove_container(container, force=True, v=True))
 
     def add(self, sampler: Sampler) -> None:
         """Take over what a sampler saw."""

@@ -15,6 +15,7 @@ Never follows a link below ROOT (`beneath.py`, which must lie beside it). Standa
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import socket
@@ -25,7 +26,7 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from beneath import Beneath, Found, Outside, TooMuch  # type: ignore[import-not-found,unused-ignore]
+from beneath import Beneath, Outside, TooMuch  # type: ignore[import-not-found,unused-ignore]
 
 __all__ = ["main"]
 
@@ -40,8 +41,8 @@ def put(root: Beneath, given: IO[bytes], out: IO[bytes]) -> None:
                 if member.name != ".":
                     root.make_dir(member.name)
             else:
-                stream = tar.extractfile(member)
-                root.write(member.name, stream.read() if stream else b"", member.mode)
+                root.write(member.name, tar.extractfile(member) or b"", member.mode)
+            _forget(tar)
 
 
 def remove(root: Beneath, given: IO[bytes], out: IO[bytes]) -> None:
@@ -64,16 +65,37 @@ def read(root: Beneath, given: IO[bytes], out: IO[bytes]) -> None:
         for path in _paths(given):
             info = tarfile.TarInfo(os.fsdecode(path))
             try:
-                try:
-                    info.linkname = os.fsdecode(root.target(path))
-                    info.type = tarfile.SYMTYPE
-                    tar.addfile(info)
-                except OSError:
-                    data = root.content(Found(path, "100644", 0, None))
-                    info.size = len(data)
-                    tar.addfile(info, io.BytesIO(data))
+                info.linkname = os.fsdecode(root.target(path))
+                info.type = tarfile.SYMTYPE
+                tar.addfile(info)
             except OSError:
-                continue
+                _read_file(root, path, info, tar)
+            _forget(tar)
+
+
+def _read_file(root: Beneath, path: bytes, info: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(root.opened(path))
+        except OSError:
+            return
+        info.size = os.fstat(file.fileno()).st_size
+        tar.addfile(info, _Whole(file))  # type: ignore[arg-type]
+
+
+def _forget(tar: tarfile.TarFile) -> None:
+    """What it keeps of each member is a kilobyte, for which nobody asks."""
+    tar.members = []  # type: ignore[attr-defined]
+
+
+class _Whole:
+    """A file's bytes, and zeros where it was cut meanwhile: how many come was said before."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size).ljust(size, b"\0")
 
 
 def _paths(given: IO[bytes]) -> list[bytes]:
@@ -128,16 +150,28 @@ class _Frames(io.RawIOBase):
         return len(data)
 
 
+def _make_places(home: str, workdir: str) -> None:
+    """OSError where that takes capabilities."""
+    if not os.path.isdir(workdir):
+        os.makedirs(workdir, 0o755)
+    for place, mode in ((home, 0o700), ("/tmp", 0o1777)):
+        os.makedirs(place, exist_ok=True)
+        os.chmod(place, mode)
+
+
 def _serve(address: str, home: str, workdir: str) -> None:
     """Until the other side closes. OSError where there is none."""
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(address)
         asked, answers = client.makefile("rb"), client.makefile("wb")
-        if not os.path.isdir(workdir):
-            os.makedirs(workdir, 0o755)
-        for place, mode in ((home, 0o700), ("/tmp", 0o1777)):
-            os.makedirs(place, exist_ok=True)
-            os.chmod(place, mode)
+        for place in (workdir, home, "/tmp"):
+            if os.path.lexists(place) and (os.path.islink(place) or not os.path.isdir(place)):
+                answers.write(f"no {place} isn't a directory in the image\n".encode())
+                return
+        if os.path.isdir(workdir) and os.stat(workdir).st_uid != os.getuid():
+            answers.write(b"another's\n")
+            return
+        _make_places(home, workdir)
         answers.write(b"ready\n")
         answers.flush()
         while line := asked.readline():

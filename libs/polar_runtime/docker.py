@@ -43,6 +43,7 @@ from polar_runtime.output import Output
 from polar_runtime.peers import Peers
 from polar_runtime.portable import PortablePython, portable_python
 from polar_runtime.sampler import Sampler
+from polar_runtime.starting import Starting
 
 __all__ = ["DockerRuntime"]
 
@@ -60,6 +61,8 @@ class DockerRuntime(CourieredRuntime):
         self._disk = LoopDisk(self._dir, spec.limits.disk_mb) if spec.options.get("disk") == "loop" else None
         self._container = Container(self._daemon, spec, self._disk)
         self._door = Door(self._dir / "door")
+        self._starting = Starting(spec.label)
+        self._made = False
         self._state = "new"
         self._stopping = asyncio.Lock()
 
@@ -85,22 +88,29 @@ class DockerRuntime(CourieredRuntime):
             raise RuntimeFault(f"{self.spec.label} was already started")
         if self.spec.proxy_socket is not None:
             check_proxy_socket(self.spec.proxy_socket)
-        try:
-            await asyncio.to_thread(self._make_dir)
-        except FileExistsError as error:
-            raise RuntimeFault(f"{self._dir} exists: the attempt ran before and wasn't reaped") from error
         self._state = "started"
         try:
-            if self._disk is not None:
-                await asyncio.to_thread(self._disk.make)
-            await self._container.create(await asyncio.to_thread(portable_python), self._door)
-        except BaseException:
+            await self._start()
+        except BaseException as error:
+            was_stopped = self._state != "started"
             with contextlib.suppress(RuntimeUnavailable):
                 await asyncio.shield(self.stop())
+            if was_stopped and isinstance(error, Exception):
+                raise RuntimeFault(f"{self.spec.label} was stopped while it started") from error
             raise
+
+    async def _start(self) -> None:
+        try:
+            await self._starting.step(self._make_dir)
+        except FileExistsError as error:
+            raise RuntimeFault(f"{self._dir} exists: the attempt ran before and wasn't reaped") from error
+        if self._disk is not None:
+            await self._starting.step(self._disk.make)
+        await self._container.create(await self._starting.step(portable_python), self._door)
 
     def _make_dir(self) -> None:
         self._dir.mkdir(parents=True, mode=0o700)
+        self._made = True
         ledger.Ledger(self._dir).write(self.spec.label, "docker", docker_host=self._daemon.host)
 
     async def exec(
@@ -211,12 +221,17 @@ class DockerRuntime(CourieredRuntime):
             if self._state == "stopped":
                 return
             self._state = "stopping"
+            await self._starting.break_off()
             await self._container.remove()
             await self._door.close()
-            if self._disk is not None:
-                await asyncio.to_thread(self._disk.remove)
-            await asyncio.to_thread(remove_tree, self._dir)
+            if self._made:
+                await asyncio.to_thread(self._clear)
             self._state = "stopped"
+
+    def _clear(self) -> None:
+        if self._disk is not None:
+            self._disk.remove()
+        remove_tree(self._dir)
 
     async def stats(self) -> RuntimeStats:
         return self._container.stats()

@@ -99,7 +99,8 @@ class Daemon:
             await _frames(reader, feed)
         finally:
             await cancel_and_wait(write)
-            writer.close()
+            # Not `close`, which would wait for input to go in that nobody reads any more.
+            writer.transport.abort()
             with contextlib.suppress(ConnectionError, BrokenPipeError):
                 await writer.wait_closed()
 

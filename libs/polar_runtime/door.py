@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from polar_common.errors import RuntimeFault
+from polar_common.errors import ConfigError, RuntimeFault
 
 __all__ = ["Door"]
 
@@ -36,6 +36,8 @@ class Door:
         self._caller: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
+        self.is_anothers = False
+        """Once it has `answered`: whether the working directory belongs to another user."""
 
     @property
     def is_open(self) -> bool:
@@ -52,25 +54,31 @@ class Door:
             else:
                 caller.set_result((reader, writer))
 
-        self.directory.mkdir(mode=0o755)
-        self.directory.chmod(0o755)
-        self._server = await asyncio.start_unix_server(come_in, sock=_bound(self.directory))
+        async with self._lock:
+            self.directory.mkdir(mode=0o755)
+            self.directory.chmod(0o755)
+            self._server = await asyncio.start_unix_server(come_in, sock=_bound(self.directory))
 
     async def answered(self) -> bool:
-        """Whether the first process came and has made its places; where not, the door is closed."""
+        """Whether the first process came and has made its places; where not, the door is closed. `ConfigError` where
+        the image has something else in a place."""
         assert self._caller is not None
+        said = b""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await self._caller
                 self._streams = reader, writer
-                good = await reader.readline() == b"ready\n"
-        except (TimeoutError, ConnectionError):
-            good = False
-        if good:
+                said = await reader.readline()
+        except (TimeoutError, ConnectionError, ValueError):
+            pass
+        if said == b"ready\n":
             self._shut()
-        else:
-            await self.close()
-        return good
+            return True
+        await self.close()
+        self.is_anothers = said == b"another's\n"
+        if said.startswith(b"no "):
+            raise ConfigError(said[3:-1].decode(errors="replace"), "runtime.image")
+        return False
 
     async def ask(self, args: Sequence[str], stdin: bytes, sink: Callable[[bytes], None]) -> tuple[int, str]:
         """The courier's exit code and standard error; 137 where the container was killed meanwhile."""

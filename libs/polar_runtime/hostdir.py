@@ -42,6 +42,7 @@ from polar_runtime.output import Output
 from polar_runtime.peers import Peers
 from polar_runtime.process import Ended, Process
 from polar_runtime.sampler import Sampler, disk_usage
+from polar_runtime.starting import Starting
 from polar_runtime.status import SandboxStatus
 
 __all__ = ["HOME", "RELAY", "HostDirRuntime"]
@@ -92,6 +93,8 @@ class HostDirRuntime(Runtime):
         self._group: cgroup.Cgroup | None = None
         self._running: set[ProcessHandle] = set()
         self._stats = RuntimeStats()
+        self._starting = Starting(spec.label)
+        self._made = False
         self._state = "new"
 
     @property
@@ -114,15 +117,18 @@ class HostDirRuntime(Runtime):
     async def start(self) -> None:
         if self._state != "new":
             raise RuntimeFault(f"{self.spec.label} was already started")
-        self._isolated = await asyncio.to_thread(self._can_enclose)
-        self._port = self._relay_port()
+        self._state = "starting"
         try:
-            await asyncio.to_thread(self._make_places)
-        except FileExistsError as error:
-            raise RuntimeFault(f"{self._places.base} exists: the attempt ran before and wasn't reaped") from error
-        except OSError as error:
-            await self.stop()
-            raise RuntimeUnavailable(f"cannot make {self._places.base}: {error.strerror}") from error
+            self._isolated = await self._starting.step(self._can_enclose)
+            self._port = self._relay_port()
+            await self._starting.step(self._make_places)
+        except BaseException as error:
+            await asyncio.shield(self.stop())
+            if isinstance(error, FileExistsError):
+                raise RuntimeFault(f"{self._places.base} exists: the attempt ran before and wasn't reaped") from error
+            if isinstance(error, OSError):
+                raise RuntimeUnavailable(f"cannot make {self._places.base}: {error.strerror}") from error
+            raise
         self._state = "started"
 
     def _relay_port(self) -> int:
@@ -139,7 +145,7 @@ class HostDirRuntime(Runtime):
     def _make_places(self) -> None:
         places = self._places
         places.base.mkdir(parents=True, mode=0o700)
-        self._state = "started"
+        self._made = True
         for path in (places.work, places.home, places.tmp):
             path.mkdir()
         self._prepare_enclosure()
@@ -309,9 +315,11 @@ class HostDirRuntime(Runtime):
         if self._state == "stopped":
             return
         self._state = "stopping"
+        await self._starting.break_off()
         for handle in list(self._running):
             await handle.end(self.spec.limits.grace_s)
-        await asyncio.to_thread(self._clear)
+        if self._made:
+            await asyncio.to_thread(self._clear)
         self._state = "stopped"
 
     def _clear(self) -> None:

@@ -16,8 +16,8 @@ from runtime_kit import HEARTBEAT, LIMITS, Case, Unix, begun, sh, soon, stands_s
 import runtime_docker
 from polar_common.errors import CommandFailed, ConfigError, ResourceExhausted, RuntimeFault
 from polar_common.nats_server import free_port
-from polar_common.tasks import spawn
-from polar_runtime import Limits, Runtime, bwrap, pack_files
+from polar_common.tasks import cancel_and_wait, spawn
+from polar_runtime import Limits, Runtime, bwrap, make_runtime, pack_files
 from polar_runtime.portable import portable_python
 
 _GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=3).read().decode(), end='')"
@@ -119,6 +119,13 @@ async def test_arguments_environment_and_input_arrive_unchanged(case: Case, tmp_
     assert "POLAR_ATTEMPT=" in inside
     assert os.environ["PATH"] not in inside or case.name.startswith("none")
     assert not bait.exists()
+
+
+@pytest.mark.parametrize("size", [200_000, 20_000_000])
+async def test_a_command_that_doesnt_read_its_input_ends(case: Case, size: int) -> None:
+    async with case.runtime() as rt:
+        result = await asyncio.wait_for(sh(rt, "head -c 1 >/dev/null; echo done; exit 3", stdin=bytes(size)), 20)
+        assert (result.exit_code, result.stdout) == (3, b"done\n")
 
 
 async def test_what_no_command_line_can_carry_is_refused(case: Case) -> None:
@@ -469,3 +476,19 @@ async def test_fifty_attempts_leave_nothing(case: Case) -> None:
         await asyncio.gather(*(once() for _ in range(5)))
     # Fewer is no leak: what somebody else had mounted may have gone meanwhile.
     assert await soon(lambda: all(a <= b for a, b in zip(traces(), before, strict=True))), (before, traces())
+
+
+@pytest.mark.parametrize("how", ["stopped", "cancelled"])
+@pytest.mark.parametrize("after_s", [0, 0.002, 0.01])
+async def test_a_start_that_is_broken_off_leaves_nothing(case: Case, how: str, after_s: float) -> None:
+    rt = make_runtime(case.spec())
+    start = spawn(rt.start(), name="start")
+    await asyncio.sleep(after_s)
+    was_over = start.done()
+    await (rt.stop() if how == "stopped" or was_over else cancel_and_wait(start))
+    await asyncio.wait({start}, timeout=20)
+    if not was_over:
+        with pytest.raises(RuntimeFault if how == "stopped" else asyncio.CancelledError):
+            start.result()
+    with pytest.raises(RuntimeFault):
+        await rt.exec(["/bin/true"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import docker
@@ -86,6 +89,30 @@ async def test_a_dead_gateways_disk_is_reaped(docker_host: str, tmp_path: Path) 
     assert await soon(lambda: on_disk(tmp_path) == [])
     assert list(tmp_path.iterdir()) == []
     assert runtime_docker.containers(docker_host, tmp_path) == []
+
+
+@pytest.mark.parametrize("mb", [40, 31], ids=["larger", "full"])
+async def test_an_image_that_doesnt_fit_onto_the_disk_is_told(docker_host: str, tmp_path: Path, mb: int) -> None:
+    """By name, at the start, and no fault of the daemon's."""
+    large = runtime_docker.image_with(docker_host, "workspace/large", os.urandom(mb << 20))
+    limits = replace(LIMITS, disk_mb=32)
+    with pytest.raises(ConfigError, match="doesn't fit"):
+        await make_runtime(spec(docker_host, tmp_path, image=large, limits=limits)).start()
+    assert runtime_docker.containers(docker_host, tmp_path) == []
+    assert on_disk(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_images_own_directory_isnt_held_in_memory(docker_host: str, tmp_path: Path) -> None:
+    large = runtime_docker.image_with(docker_host, "workspace/large", bytes(100 << 20))
+    limits = replace(LIMITS, disk_mb=200)
+    tracemalloc.start()
+    try:
+        async with make_runtime(spec(docker_host, tmp_path, image=large, limits=limits)) as rt:
+            assert (await sh(rt, "stat -c %s large")).stdout == b"104857600\n"
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_a_failed_start_leaves_no_disk(docker_host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tarfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -196,11 +197,42 @@ async def test_a_kill_before_the_first_command_leaves_files_and_a_container_that
 
 
 @pytest.mark.docker
-async def test_an_upload_that_takes_all_the_memory_is_told_as_that(docker_host: str, tmp_path: Path) -> None:
-    limits = replace(LIMITS, memory_mb=64, disk_mb=512)
+async def test_files_that_take_all_the_memory_are_told_as_that(docker_host: str, tmp_path: Path) -> None:
+    limits = replace(LIMITS, memory_mb=24, disk_mb=512)
     async with make_runtime(spec(docker_host, tmp_path, limits=limits)) as rt:
+        await rt.upload({f"{'x' * 200}{i}": b"" for i in range(60_000)})
         with pytest.raises(ResourceExhausted, match="memory"):
-            await rt.upload({"big": bytes(200 << 20)})
+            await rt.snapshot()
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("by", ["the first process", "another"])
+async def test_a_file_larger_than_the_memory_comes_in_and_goes_out(docker_host: str, tmp_path: Path, by: str) -> None:
+    limits = replace(LIMITS, memory_mb=48, disk_mb=512)
+    large = os.urandom(1 << 20) * 160
+    async with make_runtime(spec(docker_host, tmp_path, limits=limits)) as rt:
+        if by == "another":
+            await sh(rt, "true")
+        await rt.upload({"large": large, "small": b"s"})
+        got = await rt.download(["large", "small"], max_bytes=len(large) + 1)
+        assert got["small"] == b"s" and got["large"] == large
+        await rt.snapshot()
+
+
+def test_a_file_that_is_cut_while_it_is_read_doesnt_harm_the_others(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a" * 1_000_000)
+    (tmp_path / "b").write_bytes(b"b")
+
+    class Cutting(io.BytesIO):
+        def write(self, data: object) -> int:
+            os.truncate(tmp_path / "a", 200_000)
+            return super().write(data)  # type: ignore[arg-type]
+
+    out = Cutting()
+    assert courier.perform("read", str(tmp_path), io.BytesIO(b"a\0gone\0b"), out) == (0, "")
+    with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as told:
+        read = {m.name: told.extractfile(m).read() for m in told}  # type: ignore[union-attr]
+    assert read == {"a": b"a" * 200_000 + bytes(800_000), "b": b"b"}
 
 
 @pytest.mark.docker

@@ -6,16 +6,20 @@ import asyncio
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
 
 import docker
 import pytest
+import requests
+from docker.models.containers import ContainerCollection
 from runtime_kit import LIMITS, sh
 from test_runtime_leftovers import docker_spec
 
 import runtime_docker
+from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_common.tasks import spawn
-from polar_runtime import make_runtime
+from polar_runtime import RuntimeSpec, make_runtime
 
 pytestmark = pytest.mark.docker
 
@@ -28,8 +32,26 @@ def docker_host() -> Iterator[str]:
         yield host
 
 
-def image(host: str, name: str, changes: Sequence[str], directories: Sequence[str] = ()) -> str:
-    """The busybox image with a user `agent`, further directories of root's, and a configuration."""
+def directory(path: str, uid: int = 0) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.type, info.mode, info.uid = tarfile.DIRTYPE, 0o755, uid
+    return info
+
+
+def link(path: str, target: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.type, info.linkname = tarfile.SYMTYPE, target
+    return info
+
+
+def file(path: str, uid: int = 0) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.mode, info.uid = 0o644, uid
+    return info
+
+
+def image(host: str, name: str, changes: Sequence[str], more: Sequence[tarfile.TarInfo] = ()) -> str:
+    """The busybox image with a user `agent`, more files, and a configuration."""
     out = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(runtime_docker._root_filesystem())) as old,
@@ -41,9 +63,7 @@ def image(host: str, name: str, changes: Sequence[str], directories: Sequence[st
         users = tarfile.TarInfo("etc/passwd")
         users.size = len(_USERS)
         new.addfile(users, io.BytesIO(_USERS))
-        for path in directories:
-            info = tarfile.TarInfo(path)
-            info.type, info.mode = tarfile.DIRTYPE, 0o755
+        for info in more:
             new.addfile(info)
     client = docker.DockerClient(base_url=host)
     try:
@@ -55,13 +75,19 @@ def image(host: str, name: str, changes: Sequence[str], directories: Sequence[st
     return f"polar-test/{name}:1"
 
 
+def spec(host: str, root: Path, made: str, disk: str = "watch") -> RuntimeSpec:
+    options = {"docker_host": host, "pull": "never", "disk": disk}
+    return docker_spec(host, root, "s.1", image=made, options=options)
+
+
 @pytest.mark.parametrize("user", ["agent", "1000", "1000:1000"])
-@pytest.mark.parametrize("directories", [(), ("workspace",)], ids=["none", "of root's"])
+@pytest.mark.parametrize("there", [False, True], ids=["none", "of root's"])
+@pytest.mark.parametrize("disk", ["watch", "loop"])
 async def test_commands_run_as_the_images_user_who_can_write(
-    docker_host: str, tmp_path: Path, user: str, directories: tuple[str, ...]
+    docker_host: str, tmp_path: Path, user: str, there: bool, disk: str
 ) -> None:
-    made = image(docker_host, "user", [f"USER {user}"], directories)
-    async with make_runtime(docker_spec(docker_host, tmp_path, "s.1", image=made)) as rt:
+    made = image(docker_host, "user", [f"USER {user}"], [directory("workspace")] if there else [])
+    async with make_runtime(spec(docker_host, tmp_path, made, disk)) as rt:
         await rt.upload({"a/b": b"1", "/home/agent/.x": b"2"})
         await rt.snapshot()
         told = await sh(rt, "id -u; echo 2 > a/b; echo n > new; echo h > ~/h; stat -c %u . ~ a/b new")
@@ -77,13 +103,57 @@ async def test_what_is_written_to_an_images_volume_counts(docker_host: str, tmp_
         assert result.exhausted == "disk" and not result.timed_out
 
 
-@pytest.mark.parametrize("after_s", [0.05, 0.1, 0.2, 0.3])
-@pytest.mark.parametrize("how", ["stopped", "cancelled"])
-async def test_a_start_that_is_broken_off_leaves_no_container(
-    docker_host: str, tmp_path: Path, how: str, after_s: float
+_ODD = {
+    "a link to a directory": [directory("elsewhere"), link("{}", "/elsewhere")],
+    "a link to nothing": [link("{}", "/nowhere")],
+    "a file": [file("{}")],
+}
+
+
+@pytest.mark.parametrize("place", ["workspace", "home/agent", "tmp"])
+@pytest.mark.parametrize("odd", list(_ODD))
+@pytest.mark.parametrize("disk", ["watch", "loop"])
+@pytest.mark.parametrize("user", ["root", "1000"])
+async def test_what_an_image_has_in_a_directorys_place_is_told_at_the_start(
+    docker_host: str, tmp_path: Path, place: str, odd: str, disk: str, user: str
 ) -> None:
-    made = image(docker_host, "user", ["USER 1000"])
-    runtime = make_runtime(docker_spec(docker_host, tmp_path, "s.1", image=made))
+    """Not an infrastructure fault, which would be tried again."""
+    more = [copy(member) for member in _ODD[odd]]
+    more[-1].name = place
+    made = image(docker_host, "odd", [f"USER {user}"], [directory("home"), *more])
+    with pytest.raises(ConfigError, match=f"/{place} isn't a directory"):
+        await make_runtime(spec(docker_host, tmp_path, made, disk)).start()
+    assert runtime_docker.containers(docker_host, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("disk", ["watch", "loop"])
+async def test_a_working_directory_of_anothers_is_given_to_root_who_has_no_capabilities(
+    docker_host: str, tmp_path: Path, disk: str
+) -> None:
+    others = [
+        directory("workspace", 1000), directory("workspace/sub", 1000), file("workspace/sub/f", 1000),
+        link("workspace/link", "/etc/passwd"), file("outside", 1000),
+    ]  # fmt: skip
+    made = image(docker_host, "others", [], others)
+    async with make_runtime(spec(docker_host, tmp_path, made, disk)) as rt:
+        await rt.upload({"a/b": b"1", "sub/g": b"2"})
+        await rt.snapshot()
+        told = await sh(rt, "echo 3 > new; echo 4 >> sub/f; echo 5 > sub/n; stat -c %u . sub sub/f link /outside")
+        assert told.stdout.decode().split() == ["0", "0", "0", "0", "1000"], told.output_tail
+        assert b"+4" in await rt.diff()
+        caps = await sh(rt, "grep CapEff /proc/self/status")
+        assert caps.stdout.split()[1] == b"0" * 16
+
+
+@pytest.mark.parametrize("after_s", [0, 0.001, 0.003, 0.01, 0.05, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("how", ["stopped", "cancelled"])
+@pytest.mark.parametrize("disk", ["watch", "loop"])
+async def test_a_start_that_is_broken_off_leaves_nothing(
+    docker_host: str, tmp_path: Path, how: str, after_s: float, disk: str
+) -> None:
+    made = image(docker_host, "user", ["USER 1000"], [directory("workspace")])
+    runtime = make_runtime(spec(docker_host, tmp_path, made, disk))
     start = spawn(runtime.start(), name="start")
     await asyncio.sleep(after_s)
     if how == "stopped":
@@ -92,5 +162,28 @@ async def test_a_start_that_is_broken_off_leaves_no_container(
         start.cancel()
     await asyncio.wait({start}, timeout=20)
     await asyncio.sleep(1)
+    assert runtime_docker.containers(docker_host, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeFault if how == "stopped" else asyncio.CancelledError):
+        start.result()
+    with pytest.raises(RuntimeFault):
+        await runtime.exec(["/bin/true"])
+
+
+@pytest.mark.parametrize("disk", ["watch", "loop"])
+async def test_a_container_whose_making_wasnt_answered_is_removed(
+    docker_host: str, tmp_path: Path, disk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that dies has perhaps made it."""
+    create = ContainerCollection.create
+
+    def unanswered(self: ContainerCollection, *args: object, **options: object) -> None:
+        create(self, *args, **options)
+        raise requests.ConnectionError("no answer")
+
+    monkeypatch.setattr(ContainerCollection, "create", unanswered)
+    made = image(docker_host, "user", [], [directory("workspace")])
+    with pytest.raises(RuntimeUnavailable, match="no answer"):
+        await make_runtime(spec(docker_host, tmp_path, made, disk)).start()
     assert runtime_docker.containers(docker_host, tmp_path) == []
     assert list(tmp_path.iterdir()) == []

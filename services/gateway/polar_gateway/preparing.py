@@ -115,14 +115,15 @@ class Preparation:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._house.settings.gateway_daemon_wait_s
         while True:
-            self.runtime = runtime = self._house.make_runtime(spec)
             try:
+                # What a daemon made before it died can be removed when it is back.
+                await self.stop()
+                self.runtime = runtime = self._house.make_runtime(spec)
                 await self._start(runtime)
                 return runtime
             except RuntimeUnavailable as error:
                 if spec.kind != "docker" or error.cause != "daemon" or loop.time() > until:
                     raise
-            await runtime.stop()
             await asyncio.sleep(_DAEMON_PAUSE_S)
 
     async def _start(self, runtime: Runtime) -> None:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import ClassVar, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polar_common.bus import Bus
+from polar_common.errors import RuntimeUnavailable
+from polar_common.events import SessionQueued
 from polar_common.tasks import spawn
+from polar_gateway import preparing
 from polar_gateway.clock import LogClock
+from polar_gateway.house import make_house
 from polar_gateway.output import OutputLog, redact
 from polar_gateway.pools import Place, Pool
+from polar_gateway.settings import GatewaySettings
 from polar_gateway.waiting import Interrupted, Interrupts
+from polar_runtime import RuntimeSpec
+from polar_runtime.local import LocalRuntime
 
 KEY = "k1.eyJzIjoiczEtYWJjLTAifQ.c2VjcmV0LW1hYy1vZi10aGUta2V5"
 
@@ -120,3 +130,38 @@ def test_the_logs_clock_goes_on_by_the_monotonic_one() -> None:
     assert abs((clock.now() - datetime(2030, 1, 1, 0, 0, 5, tzinfo=UTC)).total_seconds()) < 1
     later = clock.now() + timedelta(seconds=10)
     assert 9 < clock.monotonic(later) - time.monotonic() < 11
+
+
+class Dying(LocalRuntime):
+    """Its daemon dies when it has made the first container, and is back at the third try to remove that."""
+
+    done: ClassVar[list[str]] = []
+
+    async def start(self) -> None:
+        self.done.append("start")
+        if len(self.done) == 1:
+            raise RuntimeUnavailable("died")
+
+    async def stop(self) -> None:
+        self.done.append("stop")
+        if len(self.done) < 4:
+            raise RuntimeUnavailable("still away")
+
+
+@pytest.mark.parametrize("wait_s", [30.0, 0.0])
+async def test_a_daemon_that_dies_after_it_made_a_container_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
+    monkeypatch.setattr(preparing, "_DAEMON_PAUSE_S", 0.0)
+    Dying.done.clear()
+    settings = GatewaySettings(data=tmp_path, gateway_daemon_wait_s=wait_s)
+    house = make_house(settings, cast(Bus, None), "g")
+    house.make_runtime = Dying
+    preparation = preparing.Preparation(house, cast(SessionQueued, None), "s.1", "KEY")
+    starting = preparation._started(RuntimeSpec("docker", "s.1", tmp_path))
+    if wait_s:
+        assert await starting is preparation.runtime
+        assert Dying.done == ["start", "stop", "stop", "stop", "start"]
+    else:
+        with pytest.raises(RuntimeUnavailable, match="died"):
+            await starting
