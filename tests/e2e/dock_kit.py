@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import docker
 import pytest
 import yaml
 from house_kit import Live, running_house
@@ -18,7 +20,7 @@ from house_kit import Live, running_house
 import runtime_docker
 from polar_common.ids import new_id
 
-__all__ = ["HELLO", "Dock", "dock_house", "ended"]
+__all__ = ["HELLO", "Dock", "dock_house", "ended", "held", "settled"]
 
 # One model call with what busybox has.
 ASK = """ask() {
@@ -87,8 +89,8 @@ class Dock:
 
 
 @contextmanager
-def dock_house() -> Iterator[Dock]:
-    """The house and its daemon; temporary files of the house's processes go to `Dock.tmp`."""
+def dock_house(*settings: str) -> Iterator[Dock]:
+    """The house, with more settings, and its daemon; temporary files of the house's processes go to `Dock.tmp`."""
     directory = Path(tempfile.mkdtemp(prefix="polar-dock-"))
     try:
         with runtime_docker.own_daemon(directory) as host, pytest.MonkeyPatch.context() as patch:
@@ -96,7 +98,9 @@ def dock_house() -> Iterator[Dock]:
             (directory / "tmp").mkdir()
             patch.setenv("TMPDIR", str(directory / "tmp"))
             busybox, glibc = runtime_docker.busybox_image(host), runtime_docker.glibc_image(host)
-            options = ("--model", "tiny", "--setting", "POLAR_ENGINE_SCRIPT=file")
+            options = ["--model", "tiny"]
+            for setting in ("POLAR_ENGINE_SCRIPT=file", *settings):
+                options += ["--setting", setting]
             with running_house(directory / "house", *options) as live:
                 yield Dock(live, host, directory, busybox, glibc)
     finally:
@@ -108,3 +112,34 @@ def ended(row: dict[str, Any]) -> dict[str, Any]:
     (attempt,) = row["shown"]["attempts"]
     assert (row["completions"], row["traces"], row["exact_share"]) == (1, 1, 1.0)
     return attempt
+
+
+def held(dock: Dock) -> dict[str, Any]:
+    """Everything that a session might leave."""
+    client = docker.DockerClient(base_url=dock.host)
+    try:
+        api = client.api
+        with_daemon = {
+            "containers": len(api.containers(all=True)),
+            "networks": len(api.networks()),
+            "volumes": len(api.volumes()["Volumes"] or []),
+        }
+    finally:
+        client.close()
+    places = [dock.live.data / "run" / "attempts", dock.live.data / "run" / "evaluations"]
+    left = [f"{place.name}/{name}" for place in places if place.is_dir() for name in os.listdir(place)]
+    loops = [p for p in Path("/sys/block").glob("loop*/loop/backing_file") if str(dock.directory) in p.read_text()]
+    mounts = [x for x in Path("/proc/self/mounts").read_text().splitlines() if str(dock.directory) in x]
+    return {**with_daemon, "mounts": len(mounts), "loops": len(loops), "attempts": left, "files": _files(dock)}
+
+
+def _files(dock: Dock) -> list[str]:
+    return sorted(str(p.relative_to(dock.tmp)) for p in dock.tmp.rglob("*"))
+
+
+def settled(dock: Dock, before: dict[str, Any]) -> dict[str, Any]:
+    """What is held once removals had their time."""
+    deadline = time.monotonic() + 60
+    while (now := held(dock)) != before and time.monotonic() < deadline:
+        time.sleep(1)
+    return now

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
-from pathlib import Path
 from typing import Any
 
-import docker
 import pytest
-from dock_kit import Dock
+from dock_kit import Dock, held, settled
 
 pytestmark = [
     pytest.mark.docker, pytest.mark.slow, pytest.mark.nats, pytest.mark.chdb, pytest.mark.timeout(1800)
@@ -20,40 +17,9 @@ _PARTS = ("gateway", "evaluator", "proxy", "ingest", "reconstructor")
 _POOLS = 24
 
 
-def held(dock: Dock) -> dict[str, Any]:
-    """Everything that a session might leave."""
-    client = docker.DockerClient(base_url=dock.host)
-    try:
-        api = client.api
-        with_daemon = {
-            "containers": len(api.containers(all=True)),
-            "networks": len(api.networks()),
-            "volumes": len(api.volumes()["Volumes"] or []),
-        }
-    finally:
-        client.close()
-    places = [dock.live.data / "run" / "attempts", dock.live.data / "run" / "evaluations"]
-    left = [f"{place.name}/{name}" for place in places if place.is_dir() for name in os.listdir(place)]
-    loops = [p for p in Path("/sys/block").glob("loop*/loop/backing_file") if str(dock.directory) in p.read_text()]
-    mounts = [x for x in Path("/proc/self/mounts").read_text().splitlines() if str(dock.directory) in x]
-    return {**with_daemon, "mounts": len(mounts), "loops": len(loops), "attempts": left, "files": files(dock)}
-
-
-def files(dock: Dock) -> list[str]:
-    return sorted(str(p.relative_to(dock.tmp)) for p in dock.tmp.rglob("*"))
-
-
 def descriptors(dock: Dock) -> dict[str, int]:
     children = dock.live.children()
     return {name: len(os.listdir(f"/proc/{children[name]}/fd")) for name in _PARTS}
-
-
-def settled(dock: Dock, before: dict[str, Any]) -> dict[str, Any]:
-    """What is held once removals had their time."""
-    deadline = time.monotonic() + 60
-    while (now := held(dock)) != before and time.monotonic() < deadline:
-        time.sleep(1)
-    return now
 
 
 def test_two_hundred_sessions_leave_nothing(dock: Dock) -> None:
