@@ -124,13 +124,28 @@ def test_generation_prompt_tokens_that_history_keeps_stay_one_trace() -> None:
     assert masks(built(script)) == ["1100011"]
 
 
-def test_generation_prompt_tokens_that_the_template_drops_are_class_template() -> None:
-    """C in native mode; T03."""
-    script = Script().call("c1", [1, 60, 61], [10, E])
-    script.call("c2", [1, 10, E, 5, 60, 61], [20, E], parent="c1", chain_class="native", context="native").ended()
-    made = built(script)
-    assert trained(made) == [["c1"], ["c2"]]
+@pytest.mark.parametrize("rules", ["exact", "prefix_merging"])
+@pytest.mark.parametrize("decoded", [True, False])
+def test_generation_prompt_tokens_that_the_template_drops_are_class_template(decoded: bool, rules: str) -> None:
+    """C in native mode; T03. c3's prompt differs in c1's turn, which is part of c2's prompt."""
+    native = {"chain_class": "native", "context": "native"}
+    script = Script().call("c1", [1, 60, 61], [10, E], **native)
+    script.call("c2", [1, 10, E, 5, 60, 61], [20, E], parent="c1", **native)
+    script.call("c3", [1, 10, E, 5, 20, E, 6, 60, 61], [30, E], parent="c2", **native).ended()
+    text = {1: "u", 5: "v", 6: "w", 10: "x", 20: "y", 30: "z", 60: "<think>", 61: "</think>", E: ""}
+    made = built(script, rules, decode=(lambda some: "".join(text[int(i)] for i in some)) if decoded else None)
+    assert trained(made) == [["c1"], ["c2"], ["c3"]]
     assert made.excluded == {}
+    assert [t.draft.chain_class for t in made.traces] == ["native", "template", "template"]
+
+
+def test_another_tokenisation_in_an_earlier_turn_is_class_retokenised() -> None:
+    """c2's prompt has c1's turn in other ids than the ids in which c3's shows it."""
+    native = {"chain_class": "native", "context": "native"}
+    script = Script().call("c2", [1, 11, 12, E, 5], [20, E], **native)
+    script.call("c3", [1, 13, E, 5, 20, E, 6], [30, E], parent="c2", **native).ended()
+    made = built(script)
+    assert [t.draft.chain_class for t in made.traces] == ["native", "retokenised"]
 
 
 def test_thinking_that_the_template_drops_gives_two_traces_of_class_template() -> None:
