@@ -20,7 +20,10 @@ def disks() -> Iterator[Dock]:
         yield made
 
 
-@pytest.mark.parametrize("place", [".", "$HOME", "/tmp"])
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("place", [".", pytest.param("$HOME", marks=_SLOW), pytest.param("/tmp", marks=_SLOW)])
 def test_a_disk_filler_is_judged_and_leaves_nothing(disks: Dock, place: str) -> None:
     disks.works()
     before = held(disks)
