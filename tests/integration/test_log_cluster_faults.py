@@ -18,7 +18,7 @@ import orjson
 import pytest
 from ingest_fakes import start_edge, task
 from nats.js.errors import APIError
-from test_log_disk import Disk, disks
+from test_log_disk import Disk, disks, fill
 from test_log_server import Wire
 from tests.conftest import replicated
 from tests.integration import gateway_kit as kit
@@ -141,6 +141,26 @@ async def test_r3_the_leaders_full_store_costs_it_the_lead_and_nothing_else(tmp_
         await led_by(bus, full.config.name)
         there = await held(bus)
         assert acknowledged.items() <= there.items() and len(there) <= 700
+        await bus.close()
+
+
+async def test_r3_the_leaders_disk_without_space_costs_it_the_lead_and_nothing_else(tmp_path: Path) -> None:
+    """ENOSPC: somebody else's file takes what the store may still have."""
+    async with on_disks(tmp_path, 1) as (cluster, made, bus):
+        made[0].grow(64)
+        rest = fill(made[0], 4 << 20)
+        acknowledged: dict[str, int] = {}
+        full = cluster.servers[0]
+        assert await written(bus, acknowledged, range(400)) <= 1
+        assert len(acknowledged) >= 399
+        assert "no space left on device" in full.log.read_text()
+        full.stop("kill")
+        rest.unlink()
+        full.start()
+        await whole(bus)
+        await led_by(bus, full.config.name)
+        there = await held(bus)
+        assert acknowledged.items() <= there.items() and len(there) <= 400
         await bus.close()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from log_kit import accepted, lived
@@ -15,6 +16,7 @@ from tests.conftest import replicated
 from polar_common.archive import check_archive, export
 from polar_common.archive import segments as life
 from polar_common.bus import Bus, Lease, Worker, scan
+from polar_common.bus.read import Stored, direct_get
 from polar_common.catalogue import Catalogue
 from polar_common.errors import Poison
 from polar_common.events import SessionQueued, SessionSealed
@@ -56,10 +58,20 @@ async def test_r3_a_segment_is_rolled_sealed_archived_and_dropped(bus: Bus, tmp_
     assert report.ok, report.findings
 
 
-async def test_r3_the_catalogue_is_never_stale(bus: Bus) -> None:
-    """What decides about segments is read as the leader has it, right after the acknowledgement."""
+async def test_r3_the_catalogue_is_never_stale(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides about segments is read as the leader has it, right after the acknowledgement. Replicas rarely lag on
+    loopback, so every other of their answers lacks what is newest."""
+    answers = 0
+
+    async def lagging(*arguments: Any) -> list[Stored]:
+        nonlocal answers
+        answers += 1
+        found = await direct_get(*arguments)
+        return found[:-1] if answers % 2 else found
+
+    monkeypatch.setattr("polar_common.catalogue.direct_get", lagging)
     catalogue = Catalogue(bus)
-    for number in range(2, 100):
+    for number in range(2, 30):
         await catalogue.record(f"s{number}", "opened")
         assert (await catalogue.segments())[-1] == f"s{number}"
         assert "opened" in await catalogue.facts(f"s{number}")
@@ -141,4 +153,5 @@ async def test_r3_seals_are_followed_while_the_leader_dies(bus: Bus, nats_cluste
         while len(seen) < len(sent) or not seals.caught_up:
             await asyncio.sleep(0.1)
     assert sorted(seen) == sorted(sent)
+    assert all(seals.sealed(name.rpartition(".")[0], 1) for name in sent)
     following.cancel()

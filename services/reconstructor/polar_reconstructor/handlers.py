@@ -60,6 +60,8 @@ class Reconstructor:
 
     async def on_ended(self, stored: Stored) -> None:
         """`artifacts`, `failed` or `cancelled`: build the session if that decides it and nobody has yet."""
+        # What can't be read is this consumer's to bury (or to park), whatever else the session holds.
+        _ = stored.event
         session = stored.subject.split(".")[4]
         if await self.built(session):
             return
