@@ -9,7 +9,7 @@ import asyncio
 import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,9 +70,14 @@ async def whole(bus: Bus) -> None:
 async def led_by(bus: Bus, name: str) -> None:
     """Make that server the leader of the events."""
     wish = orjson.dumps({"placement": {"preferred": name}})
-    async with asyncio.timeout(60):
-        while (await bus.js.stream_info(STREAM)).cluster.leader != name:
-            await bus.nc.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{STREAM}", wish, timeout=5)
+    async with asyncio.timeout(90):
+        while True:
+            # A server that has just come back may leave questions unanswered.
+            with suppress(APIError, TimeoutError, nats.errors.Error):
+                found = (await bus.js.stream_info(STREAM)).cluster
+                if found is not None and found.leader == name:
+                    break
+                await bus.nc.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{STREAM}", wish, timeout=5)
             await asyncio.sleep(0.5)
     await whole(bus)
 

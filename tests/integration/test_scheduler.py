@@ -16,6 +16,7 @@ from polar_common.bus import Bus
 from polar_common.events import GroupClosed, SessionFailed, TrainerDemanded
 from polar_common.nats_server import NatsServer
 from polar_common.topology import events_stream
+from polar_ingest.domain import CloseGroup, Queue
 
 pytestmark = pytest.mark.nats
 STREAM = events_stream("s1")
@@ -254,6 +255,16 @@ async def test_foreign_bytes_anywhere_dont_stop_the_scheduler(nats_server: NatsS
 
 
 # -- fairness and demand
+
+
+async def test_a_group_that_another_closed_meanwhile_is_passed_over(nats_server: NatsServer, bus: Bus) -> None:
+    """Decisions of one step are published one after the other, and the follower goes on between them."""
+    edge = await start_edge(nats_server.url)
+    [made] = await submit(edge, task("t"))
+    await edge.scheduler._close("s1-nobody", CloseGroup("complete"))
+    await edge.scheduler._transition(f"{made['task']}-9", 1, Queue(1))
+    assert await groups(bus) == []
+    await edge.kill()
 
 
 async def test_a_small_run_isnt_stuck_behind_a_big_one(nats_server: NatsServer, bus: Bus) -> None:

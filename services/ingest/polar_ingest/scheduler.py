@@ -262,7 +262,10 @@ class Scheduler:
             self.world.wait(self.world.sessions[key])
 
     async def _close(self, key: str, decision: CloseGroup) -> None:
-        task = self.world.tasks[key]
+        task = self.world.tasks.get(key)
+        if task is None:
+            # Another closed it while earlier decisions were published.
+            return
         event = group_event(task, [self.world.sessions[s] for s in task.sessions if s in self.world.sessions], decision)
         try:
             published = await self._bus.once(event)
