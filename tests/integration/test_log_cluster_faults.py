@@ -133,6 +133,7 @@ async def on_disks(directory: Path, small: int) -> AsyncIterator[tuple[NatsClust
         yield cluster, made, bus
 
 
+@pytest.mark.slow
 async def test_r3_the_leaders_full_store_costs_it_the_lead_and_nothing_else(tmp_path: Path) -> None:
     async with on_disks(tmp_path, 1) as (cluster, made, bus):
         acknowledged: dict[str, int] = {}

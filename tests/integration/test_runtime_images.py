@@ -24,6 +24,9 @@ from polar_runtime import RuntimeSpec, make_runtime
 pytestmark = pytest.mark.docker
 
 _USERS = b"root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000::/:/bin/sh\n"
+# The broad combinations are the longer suite's.
+LOOP_TOO = pytest.param("loop", marks=pytest.mark.slow)
+MOMENTS = (0.001, 0.003, 0.01, 0.1, 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ def spec(host: str, root: Path, made: str, disk: str = "watch") -> RuntimeSpec:
     return docker_spec(host, root, "s.1", image=made, options=options)
 
 
-@pytest.mark.parametrize("user", ["agent", "1000", "1000:1000"])
+@pytest.mark.parametrize("user", ["agent", *(pytest.param(u, marks=pytest.mark.slow) for u in ("1000", "1000:1000"))])
 @pytest.mark.parametrize("there", [False, True], ids=["none", "of root's"])
 @pytest.mark.parametrize("disk", ["watch", "loop"])
 async def test_commands_run_as_the_images_user_who_can_write(
@@ -112,8 +115,8 @@ _ODD = {
 
 @pytest.mark.parametrize("place", ["workspace", "home/agent", "tmp"])
 @pytest.mark.parametrize("odd", list(_ODD))
-@pytest.mark.parametrize("disk", ["watch", "loop"])
-@pytest.mark.parametrize("user", ["root", "1000"])
+@pytest.mark.parametrize("disk", ["watch", LOOP_TOO])
+@pytest.mark.parametrize("user", ["root", pytest.param("1000", marks=pytest.mark.slow)])
 async def test_what_an_image_has_in_a_directorys_place_is_told_at_the_start(
     docker_host: str, tmp_path: Path, place: str, odd: str, disk: str, user: str
 ) -> None:
@@ -146,9 +149,9 @@ async def test_a_working_directory_of_anothers_is_given_to_root_who_has_no_capab
         assert caps.stdout.split()[1] == b"0" * 16
 
 
-@pytest.mark.parametrize("after_s", [0, 0.001, 0.003, 0.01, 0.05, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("after_s", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in MOMENTS), 0.05, 0.3])
 @pytest.mark.parametrize("how", ["stopped", "cancelled"])
-@pytest.mark.parametrize("disk", ["watch", "loop"])
+@pytest.mark.parametrize("disk", ["watch", LOOP_TOO])
 async def test_a_start_that_is_broken_off_leaves_nothing(
     docker_host: str, tmp_path: Path, how: str, after_s: float, disk: str
 ) -> None:
