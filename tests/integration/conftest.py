@@ -1,4 +1,4 @@
-"""Fixtures of the proxy's tests: a tokenizer made on the spot, and a whole proxy on a real log."""
+"""Fixtures of several modules: a tokenizer made on the spot, a whole proxy on a real log, and a log that is empty."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from proxy_engine import make_model_dir
 from proxy_kit import Kit, kit
+from tests.conftest import own_nats
 
 from polar_common.bus import Bus
 from polar_common.nats_server import NatsServer
@@ -23,3 +24,12 @@ async def proxy(model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Pa
     """One proxy with one scripted engine."""
     async with kit(model_dir, nats_server.url, bus, tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+async def empty() -> AsyncIterator[Bus]:
+    """A bus on another server that has never seen a stream."""
+    with own_nats() as server:
+        bus = await Bus.connect(server.url, "test/other")
+        yield bus
+        await bus.close()

@@ -3,13 +3,12 @@ dropped only when nothing can be lost by it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from log_kit import accepted, lived
-from tests.conftest import own_nats
 
 from polar_common.archive import ArchiveSource, check_archive, export, load_archive, read_archive, read_manifest
 from polar_common.archive import segments as life
@@ -26,15 +25,6 @@ STREAMS = {"events": "POLAR_EVENTS_s1", "blobs": "POLAR_BLOBS_s1", "traces": "PO
 
 def told(stored: Stored) -> tuple[str, int, object, bytes, str]:
     return stored.subject, stored.sequence, stored.time, stored.body, stored.body_hash
-
-
-@pytest.fixture
-async def empty() -> AsyncIterator[Bus]:
-    """A bus on another server that has never seen a stream."""
-    with own_nats() as server:
-        bus = await Bus.connect(server.url, "test/other")
-        yield bus
-        await bus.close()
 
 
 async def test_an_archive_is_the_log(bus: Bus, tmp_path: Path) -> None:

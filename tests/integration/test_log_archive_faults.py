@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from log_kit import command, lived
 from test_log_cli import said
-from tests.conftest import own_nats
 
 from polar_common.archive import check_archive, export, load_archive, read_archive
 from polar_common.archive import segments as life
@@ -21,15 +19,6 @@ from polar_common.nats_server import NatsServer
 from polar_common.topology import Topology, apply
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-async def empty() -> AsyncIterator[Bus]:
-    """A bus on another server that has never seen a stream."""
-    with own_nats() as server:
-        bus = await Bus.connect(server.url, "test/other")
-        yield bus
-        await bus.close()
 
 
 # -- two at once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -137,42 +138,48 @@ class Wire:
         writer.close()
 
 
+@asynccontextmanager
+async def traffic(bus: Bus) -> AsyncIterator[None]:
+    """Three who write forty facts each and one who reads, under way within; in the end each was read once, in order."""
+    seen: list[int] = []
+
+    async def read() -> None:
+        async for stored in follow(bus, STREAM, [">"]):
+            seen.append(stored.sequence)
+
+    async def write(name: str) -> None:
+        for number in range(40):
+            event = accepted(f"{name}{number}")
+            while True:
+                try:
+                    await bus.once(event)
+                    break
+                except Unavailable:
+                    await asyncio.sleep(0.2)
+            await asyncio.sleep(random.uniform(0, 0.04))
+
+    reading = asyncio.ensure_future(read())
+    writing = [asyncio.ensure_future(write(name)) for name in "abc"]
+    await asyncio.sleep(0.3)
+    yield
+    await asyncio.gather(*writing)
+    async with asyncio.timeout(40):
+        while len(seen) < 120:
+            await asyncio.sleep(0.1)
+    reading.cancel()
+    assert seen == list(range(1, 121))
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("cut_s", [7, pytest.param(30, marks=pytest.mark.slow)])
 async def test_a_cut_connection_loses_and_doubles_nothing(nats_server: NatsServer, cut_s: float) -> None:
     """Cut for longer than a publish waits for its answer, and for half a minute."""
     wire = Wire(nats_server.config.port)
     await wire.up()
-    async with connected(nats_server, wire.url) as bus:
-        seen: list[int] = []
-
-        async def read() -> None:
-            async for stored in follow(bus, STREAM, [">"]):
-                seen.append(stored.sequence)
-
-        async def write(name: str) -> None:
-            for number in range(40):
-                event = accepted(f"{name}{number}")
-                while True:
-                    try:
-                        await bus.once(event)
-                        break
-                    except Unavailable:
-                        await asyncio.sleep(0.2)
-                await asyncio.sleep(0.02)
-
-        reading = asyncio.ensure_future(read())
-        writing = [asyncio.ensure_future(write(name)) for name in "abc"]
-        await asyncio.sleep(0.3)
+    async with connected(nats_server, wire.url) as bus, traffic(bus):
         await wire.down()
         await asyncio.sleep(cut_s)
         await wire.up()
-        await asyncio.gather(*writing)
-        async with asyncio.timeout(40):
-            while len(seen) < 120:
-                await asyncio.sleep(0.1)
-        reading.cancel()
-        assert seen == list(range(1, 121))
     await wire.down()
 
 
