@@ -17,12 +17,13 @@ from docker.types import Mount as BindMount
 from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_runtime import archive, cgroup
 from polar_runtime.base import Mount, Resource, RuntimeSpec, RuntimeStats
-from polar_runtime.docker_api import ATTEMPT, ROOT, Daemon, remove_containers
+from polar_runtime.docker_api import ATTEMPT, ROOT, Daemon, removal
 from polar_runtime.docker_image import check_places, copy_out, given_to, user_of
 from polar_runtime.door import Door
 from polar_runtime.loopdisk import LoopDisk
 from polar_runtime.portable import PortablePython
 from polar_runtime.sampler import Sampler, disk_usage
+from polar_runtime.starting import Starting
 
 __all__ = ["HOME", "Container"]
 
@@ -34,14 +35,13 @@ _SPARE_PIDS = 24
 class Container:
     """Used by one `DockerRuntime`. Every call may raise what `Daemon.call` raises."""
 
-    def __init__(self, daemon: Daemon, spec: RuntimeSpec, disk: LoopDisk | None = None) -> None:
+    def __init__(self, daemon: Daemon, spec: RuntimeSpec, starting: Starting, disk: LoopDisk | None = None) -> None:
         self._daemon = daemon
         self._spec = spec
+        self._starting = starting
         self._disk = disk
         self._id = ""
-        self._making: asyncio.Future[str] | None = None
-        self._copying: asyncio.Future[bool] | None = None
-        self._removed = False
+        self._asked = False
         self._running = False
         self._waking = asyncio.Lock()
         self._upper: Path | None = None
@@ -61,7 +61,6 @@ class Container:
         if not self._spec.image:
             raise ConfigError("the docker runtime needs an image", "runtime.image")
         user = self._user = self._spec.user or await user_of(self._daemon, self._spec)
-        self._check()
         answers = _is_root(user)
         if answers:
             await door.listen()
@@ -78,19 +77,11 @@ class Container:
                     await self._give_to_root()
         except NotFound as error:
             raise RuntimeUnavailable(f"Docker: {error.explanation}") from error
-        self._check()
-
-    def _check(self) -> None:
-        if self._removed:
-            raise RuntimeFault("stopped while it started")
+        self._starting.check()
 
     async def _make(self, options: dict[str, Any]) -> str:
-        """In a thread that goes on when its caller is cancelled: `remove` must know what it makes."""
-        self._check()
-        self._making = asyncio.ensure_future(
-            self._daemon.call(lambda client: str(client.containers.create(**options).id))
-        )
-        return await asyncio.shield(self._making)
+        self._asked = True
+        return await self._starting.step(self._daemon.call(lambda client: str(client.containers.create(**options).id)))
 
     async def _fill_disk(self) -> None:
         """With the image's own working directory, which the disk hides. Held in a file: it may be large."""
@@ -100,7 +91,7 @@ class Container:
         await check_places(self._daemon, self._spec, copied, self._places())
         with tempfile.TemporaryFile(dir=self._spec.root) as spool:
             there = await self._copy_out(copied, spool)
-            await self._remove(copied)
+            await self._daemon.call(lambda client: client.api.remove_container(copied, force=True, v=True))
             if there:
                 await self._put_workdir(spool)
 
@@ -113,9 +104,7 @@ class Container:
                 await self._put_workdir(given)
 
     async def _copy_out(self, container: str, spool: IO[bytes]) -> bool:
-        """In a thread that `remove` waits for, so that nothing is written to what is gone."""
-        self._copying = asyncio.ensure_future(copy_out(self._daemon, self._spec, container, spool))
-        return await asyncio.shield(self._copying)
+        return await self._starting.step(copy_out(self._daemon, self._spec, container, spool))
 
     async def _put_workdir(self, spool: IO[bytes]) -> None:
         parent = str(PurePosixPath(self._spec.workdir).parent)
@@ -330,27 +319,14 @@ class Container:
         self.group = None
 
     async def remove(self) -> None:
-        """Kill and remove it, whatever state it is in. One that is just being made is waited for."""
-        self._removed = True
-        made = ""
-        if self._making is not None:
-            await asyncio.wait({self._making})
-            if self._making.exception() is None:
-                made = self._making.result()
-            else:
-                # The daemon may have made it and died before it said so.
-                label, root = self._spec.label, str(self._spec.root.absolute())
-                await asyncio.to_thread(remove_containers, self._daemon.host, label, root)
+        """Kill and remove it, whatever state it is in, once its start is broken off.
+
+        By its label: the daemon may have made more than it said before it died.
+        """
         self._measure()
         self._running = False
-        for container in {made, self._id} - {""}:
-            await self._remove(container)
-        if self._copying is not None:
-            await asyncio.wait({self._copying})
-
-    async def _remove(self, container: str) -> None:
-        with contextlib.suppress(NotFound):
-            await self._daemon.call(lambda client: client.api.remove_container(container, force=True, v=True))
+        if self._asked:
+            await self._daemon.call(removal(self._spec.label, self._spec.root))
 
     def add(self, sampler: Sampler) -> None:
         """Take over what a sampler saw."""

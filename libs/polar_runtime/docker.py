@@ -59,9 +59,9 @@ class DockerRuntime(CourieredRuntime):
         self._daemon = daemon(spec.options.get("docker_host", ""))
         self._dir = spec.root.absolute() / spec.label
         self._disk = LoopDisk(self._dir, spec.limits.disk_mb) if spec.options.get("disk") == "loop" else None
-        self._container = Container(self._daemon, spec, self._disk)
-        self._door = Door(self._dir / "door")
         self._starting = Starting(spec.label)
+        self._container = Container(self._daemon, spec, self._starting, self._disk)
+        self._door = Door(self._dir / "door")
         self._made = False
         self._state = "new"
         self._stopping = asyncio.Lock()
@@ -101,12 +101,13 @@ class DockerRuntime(CourieredRuntime):
 
     async def _start(self) -> None:
         try:
-            await self._starting.step(self._make_dir)
+            await self._starting.step(asyncio.to_thread(self._make_dir))
         except FileExistsError as error:
             raise RuntimeFault(f"{self._dir} exists: the attempt ran before and wasn't reaped") from error
         if self._disk is not None:
-            await self._starting.step(self._disk.make)
-        await self._container.create(await self._starting.step(portable_python), self._door)
+            await self._starting.step(asyncio.to_thread(self._disk.make))
+        python = await self._starting.step(asyncio.to_thread(portable_python))
+        await self._container.create(python, self._door)
 
     def _make_dir(self) -> None:
         self._dir.mkdir(parents=True, mode=0o700)

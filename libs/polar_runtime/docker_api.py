@@ -13,6 +13,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import docker
@@ -23,7 +24,7 @@ from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_runtime.base import Stream
 
-__all__ = ["ATTEMPT", "ROOT", "Daemon", "daemon", "remove_containers"]
+__all__ = ["ATTEMPT", "ROOT", "Daemon", "daemon", "removal"]
 
 ATTEMPT, ROOT = "polar.attempt", "polar.root"
 
@@ -105,15 +106,16 @@ class Daemon:
                 await writer.wait_closed()
 
 
-def remove_containers(host: str, label: str, root: str) -> None:
-    """Remove what a dead attempt left with the daemon. Blocking."""
+def removal(label: str, root: Path) -> Callable[[Any], None]:
+    """For `Daemon.call`: remove all containers of an attempt."""
 
     def work(client: Any) -> None:
-        for container in client.containers.list(all=True, filters={"label": [f"{ATTEMPT}={label}", f"{ROOT}={root}"]}):
+        filters = {"label": [f"{ATTEMPT}={label}", f"{ROOT}={root.absolute()}"]}
+        for found in client.api.containers(all=True, filters=filters):
             with contextlib.suppress(NotFound):
-                container.remove(force=True, v=True)
+                client.api.remove_container(found["Id"], force=True, v=True)
 
-    daemon(host).call_here(work)
+    return work
 
 
 async def _upgraded(reader: asyncio.StreamReader) -> None:

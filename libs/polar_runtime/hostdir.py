@@ -119,9 +119,9 @@ class HostDirRuntime(Runtime):
             raise RuntimeFault(f"{self.spec.label} was already started")
         self._state = "starting"
         try:
-            self._isolated = await self._starting.step(self._can_enclose)
+            self._isolated = await self._starting.step(asyncio.to_thread(self._can_enclose))
             self._port = self._relay_port()
-            await self._starting.step(self._make_places)
+            await self._starting.step(asyncio.to_thread(self._make_places))
         except BaseException as error:
             await asyncio.shield(self.stop())
             if isinstance(error, FileExistsError):

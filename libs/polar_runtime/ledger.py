@@ -114,9 +114,9 @@ def _reap_one(base: Path) -> None:
     owner = ledger.owner()
     if owner.get("kind") == "docker":
         # Imported only where there is something to remove: the SDK takes a quarter of a second to load.
-        from polar_runtime.docker_api import remove_containers
+        from polar_runtime.docker_api import daemon, removal
 
-        remove_containers(str(owner.get("docker_host", "")), base.name, str(base.parent))
+        daemon(str(owner.get("docker_host", ""))).call_here(removal(base.name, base.parent))
     if owner.get("boot") == procs.boot_id():
         for process in ledger.processes():
             procs.kill_tree(process)

@@ -1,12 +1,12 @@
 """The steps of a start that may be stopped or cancelled at any moment.
 
-A thread goes on when its caller is cancelled: what it makes would outlive a removal that didn't wait for it.
+Threads and daemons go on when their caller is cancelled: what they make would outlive a removal that didn't wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from polar_common.errors import RuntimeFault
@@ -24,10 +24,12 @@ class Starting:
         self._broken_off = False
         self._under_way: asyncio.Future[Any] | None = None
 
-    async def step(self, work: Callable[[], T]) -> T:
-        """Do one in a thread. RuntimeFault once it is broken off."""
+    async def step(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do one, to its end also where the caller is cancelled. RuntimeFault once it is broken off."""
+        if self._broken_off:
+            work.close()
         self.check()
-        self._under_way = asyncio.ensure_future(asyncio.to_thread(work))
+        self._under_way = asyncio.ensure_future(work)
         done: T = await asyncio.shield(self._under_way)
         self.check()
         return done
