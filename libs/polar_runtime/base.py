@@ -250,8 +250,8 @@ class Runtime(ABC):
     async def diff(self, base: str | None = None) -> bytes:
         """Binary git patch from `base` (default: the last snapshot) to now; empty where nothing changed.
 
-        Contains untracked, ignored and committed files and links. Not representable and so left out: `.git`
-        directories, empty directories, sockets, pipes and devices.
+        Contains untracked, ignored and committed files and links. Not representable and so left out: empty
+        directories, sockets, pipes, devices, `.git` in whatever letters, links at or below `.gitmodules`.
         """
         base = base or self._base
         if not base:

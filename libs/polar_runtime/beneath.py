@@ -122,7 +122,8 @@ class Beneath:
         return self.target(found.path) if found.mode == "120000" else self.read(found.path)
 
     def nodes(self, below: str | bytes = b".") -> list[Found]:
-        """All files and links at or below a path, sorted; `.git` entries, empty directories and special files left out.
+        """All files and links at or below a path, sorted; empty directories, special files and what no patch may name
+        are left out: `.git` in whatever letters, and links at or below `.gitmodules`.
 
         `TooMuch` above a million entries or 200 levels.
         """
@@ -149,7 +150,7 @@ class Beneath:
     def _entries(self, directory: bytes) -> list[bytes]:
         with self._directory(_parts(directory) if directory else []) as fd:
             names = [os.fsencode(n) for n in os.listdir(fd)]
-        return [directory + b"/" + n if directory else n for n in names if n != b".git"]
+        return [directory + b"/" + n if directory else n for n in names if n.lower() != b".git"]
 
     def _stats(self, paths: list[bytes]) -> Iterator[tuple[bytes, os.stat_result]]:
         if not paths:
@@ -182,7 +183,9 @@ def _found(path: bytes, info: os.stat_result, fresh: int) -> Found | None:
     stamp = (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) if info.st_ctime_ns < fresh else None
     if stat.S_ISREG(info.st_mode):
         return Found(path, "100755" if info.st_mode & 0o100 else "100644", info.st_size, stamp)
-    return Found(path, "120000", info.st_size, stamp) if stat.S_ISLNK(info.st_mode) else None
+    if not stat.S_ISLNK(info.st_mode) or b".gitmodules" in path.lower().split(b"/"):
+        return None
+    return Found(path, "120000", info.st_size, stamp)
 
 
 def _parts(path: str | bytes) -> list[bytes]:

@@ -132,7 +132,7 @@ def _parsed(record: bytes) -> Found:
     except ValueError as error:
         raise RuntimeFault(f"not a listing: {record[:100]!r}") from error
     parts = path.split(b"/")
-    if found.mode not in _MODES or found.size < 0 or b".." in parts or b".git" in parts or b"" in parts:
+    if found.mode not in _MODES or found.size < 0 or b".." in parts or b"" in parts or b".git" in path.lower().split(b"/"):
         raise RuntimeFault(f"not a listing: {record[:100]!r}")
     return found
 

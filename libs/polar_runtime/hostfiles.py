@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polar_common.errors import ResourceExhausted, RuntimeFault
 from polar_runtime import archive
-from polar_runtime.beneath import Beneath, Outside, TooMuch
+from polar_runtime.beneath import Beneath, Found, Outside, TooMuch
 from polar_runtime.gitstore import Change, Node
 
 __all__ = ["HostFiles"]
@@ -49,7 +49,7 @@ class HostFiles:
         """The working directory's files and links."""
         root = self._work
         with _translated():
-            return [Node(f.path, f.mode, f.size, partial(root.content, f), f.stamp) for f in root.nodes()]
+            return [Node(f.path, f.mode, f.size, partial(_content, root, f), f.stamp) for f in root.nodes()]
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Make a patch's changes in the working directory."""
@@ -70,6 +70,13 @@ class HostFiles:
             if path == inside or path.startswith(inside.rstrip("/") + "/"):
                 return Beneath(host), path[len(inside) :].strip("/") or "."
         raise RuntimeFault(f"{path} is in neither the working directory nor HOME nor /tmp")
+
+
+def _content(root: Beneath, found: Found) -> bytes:
+    try:
+        return root.content(found)
+    except TooMuch as error:
+        raise ResourceExhausted(str(error), "disk") from error
 
 
 @contextlib.contextmanager

@@ -352,6 +352,7 @@ git add -A; git -c user.email=a@b -c user.name=n commit -qm nested; cd ..
 printf '* text eol=crlf\\n*.txt filter=evil\\n' > .gitattributes
 printf 'a\\r\\nb\\n' > mixed.txt; ln -s /etc/passwd link; git add -A -f; git commit -qm second
 mkdir -p caf; echo u > caf/é.txt
+mkdir .GIT sub sub/.gitmodules; echo x > .GIT/x; echo x > sub/.Git; ln -s x sub/.gitmodules/link; ln -s x .GitModules
 """
 
 
@@ -372,7 +373,7 @@ async def test_patch_carries_every_change_to_another_runtime(case: Case) -> None
         assert got["./data.bin"] == b"\0\1\xff" and got["./mixed.txt"] == b"a\r\nb\n"
         assert got["./nested/f"] == b"in\n" and got["./hidden.log"] == b"hidden\n"
         assert "./gone.txt" not in got and got["./new name.txt"] == start["old.txt"]
-        assert not any("/.git/" in name for name in got)
+        assert not {".git", ".gitmodules"} & {part.lower() for name in got for part in name.split("/")}
         with pytest.raises(CommandFailed):
             await two.apply_patch(patch)
         assert await two.download(["."]) == got
@@ -384,6 +385,14 @@ async def self_contained_changes(rt: Runtime) -> None:
     lines = _CHANGES if has_git else _CHANGES.replace("git ", ": ")
     result = await sh(rt, lines)
     assert result.exit_code == 0, result.output_tail
+
+
+async def test_a_file_that_no_patch_can_carry_is_told(case: Case) -> None:
+    async with case.runtime(limits=Limits(disk_mb=4096)) as rt:
+        await rt.snapshot()
+        assert (await sh(rt, "truncate -s 1100M sparse")).exit_code == 0
+        with pytest.raises(ResourceExhausted):
+            await rt.diff()
 
 
 async def test_patches_cannot_leave_the_working_directory(case: Case) -> None:

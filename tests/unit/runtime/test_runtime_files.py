@@ -241,7 +241,7 @@ def test_the_users_git_configuration_has_no_effect(tmp_path: Path, monkeypatch: 
 
 
 _NOT_LISTINGS = [b"", b"100644", b"100644 x - a", b"100644 1 - ../a", b"777 1 - a", b"100644 -1 - a"]
-_NOT_LISTINGS += [b"100644 1 - .git/x", b"100644 1 a,b a", b"100644 1 - /a"]
+_NOT_LISTINGS += [b"100644 1 - .git/x", b"100644 1 - a/.GIT", b"100644 1 a,b a", b"100644 1 - /a"]
 
 
 @pytest.mark.parametrize("record", _NOT_LISTINGS)
