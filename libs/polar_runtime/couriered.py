@@ -131,8 +131,8 @@ def _parsed(record: bytes) -> Found:
         found = Found(path, mode.decode(), int(size), numbers)
     except ValueError as error:
         raise RuntimeFault(f"not a listing: {record[:100]!r}") from error
-    parts = path.split(b"/")
-    if found.mode not in _MODES or found.size < 0 or b".." in parts or b"" in parts or b".git" in path.lower().split(b"/"):
+    parts = path.lower().split(b"/")
+    if found.mode not in _MODES or found.size < 0 or b".." in parts or b".git" in parts or b"" in parts:
         raise RuntimeFault(f"not a listing: {record[:100]!r}")
     return found
 
