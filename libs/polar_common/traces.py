@@ -105,7 +105,7 @@ class TreePosition(_Model):
     position_start: Annotated[int, Field(ge=0)]
     """Ids on the path before this node."""
     owner: int
-    """The leaf (node number) in whose chain this node's spans are trained."""
+    """The leaf (node number) in whose chain this node's spans are trained; where none of them is, one that shows it."""
 
 
 class Trace(_Model):

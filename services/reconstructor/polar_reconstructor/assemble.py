@@ -19,7 +19,7 @@ from .images import Image, Place, images_of
 from .rules.base import Chain, Link, View
 from .rules.fates import is_subagent
 
-__all__ = ["Draft", "assemble", "span_json"]
+__all__ = ["Draft", "assemble", "role_of", "span_json"]
 
 SpanJson = dict[str, Any]
 
@@ -61,6 +61,8 @@ class _Placed:
     exact: bool
     drift_class: str = ""
     drift_at: int | None = None
+    shown: bool = True
+    """Nothing before it is the template's or the harness's in another form than the call's prompt has it."""
 
 
 def assemble(chain: Chain, view: View) -> list[Draft]:
@@ -106,7 +108,8 @@ def _with_gaps(links: Sequence[Link], exact: int, view: View) -> tuple[Ids, list
     first = view.contexts.context(placed[-1].call)
     ids = np.empty(len(first) + _room(links[exact - 1 :], view), dtype=np.int32)
     ids[: len(first)] = first
-    used, drift = len(first), ""
+    used = len(first)
+    drifts: list[str] = []
     for n in range(exact, len(links)):
         link, c = links[n], view.calls[links[n].call]
         earlier = view.calls[links[n - 1].call]
@@ -117,8 +120,7 @@ def _with_gaps(links: Sequence[Link], exact: int, view: View) -> tuple[Ids, list
             gap = view.contexts.prompt(c)[earlier.context_length :]
         ids[used : used + len(gap)] = gap
         used += len(gap)
-        drift = link.drift_class or drift
-        placed.append(_compared(link, c, ids[:used], drift, view))
+        placed.append(_compared(link, c, ids[:used], drifts, view))
         ids[used : used + len(c.sampled)] = c.sampled
         used += len(c.sampled)
     return ids[:used], placed, len(links)
@@ -130,14 +132,22 @@ def _room(links: Sequence[Link], view: View) -> int:
     return sum(later.length - earlier.length + len(later.sampled) for earlier, later in pairwise(calls))
 
 
-def _compared(link: Link, c: Call, before: Ids, drift: str, view: View) -> _Placed:
+def _compared(link: Link, c: Call, before: Ids, drifts: list[str], view: View) -> _Placed:
+    """`drifts`: what the spans before it left standing otherwise, by place; the link's own is added. The first
+    difference has the first one's class; the context is as faithful as the worst.
+    """
     seen = view.contexts.prompt(c)
     shared = min(len(before), len(seen))
     different = np.flatnonzero(before[:shared] != seen[:shared])
     at = int(different[0]) if len(different) else (None if len(before) == len(seen) else shared)
+    if at is None:
+        drifts.clear()
+    elif link.drift_class or not drifts:
+        drifts.append(link.drift_class or "retokenised")
+    shown = not {"edited", "template"}.intersection(drifts)
     if c.context_exact is False:
-        return _Placed(link, c, len(before), False, "engine", at)
-    return _Placed(link, c, len(before), at is None, "" if at is None else drift or "retokenised", at)
+        return _Placed(link, c, len(before), False, "engine", at, shown)
+    return _Placed(link, c, len(before), at is None, drifts[0] if drifts else "", at, shown)
 
 
 def _draft(whole: Ids, placed: list[_Placed], chain: Chain, view: View) -> Draft | None:
@@ -189,7 +199,7 @@ def role_of(c: Call) -> str:
 
 
 def _span(p: _Placed, start: int) -> SpanJson:
-    faithful = p.call.doc["context_faithful"] and p.drift_class not in ("edited", "template")
+    faithful = p.call.doc["context_faithful"] and p.shown
     return span_json(
         p.call,
         p.start - start,

@@ -140,6 +140,7 @@ def build_session(
     drafts, short = long_enough((d for chain in chains for d in assemble(chain, view)), rules.min_action_tokens)
     excluded |= dict(view.excluded) | left | short
     _check(calls, drafts, excluded)
+    _tell_reasons(drafts, excluded)
     rules_hash = rules.hash
     traces = _named(drafts, view, selection, rules_hash)
     return _account(selection, rules, rules_hash, traces, excluded, calls)
@@ -193,6 +194,14 @@ def _check(calls: Iterable[Call], drafts: Iterable[Draft], excluded: Mapping[str
         raise TraceError(f"completion {next(iter(trained))} is trained and not of this attempt")
 
 
+def _tell_reasons(drafts: Iterable[Draft], excluded: Mapping[str, str]) -> None:
+    """A span that options left out in one trace isn't trained elsewhere either, whatever the other traces thought."""
+    for draft in drafts:
+        for span in draft.spans:
+            if not span["trained"]:
+                span["reason"] = excluded.get(span["completion"], span["reason"])
+
+
 def name_trace(draft: Draft, rules_hash: str) -> str:
     """The trace id: what `polar_common.traces.trace_hash` gives for the same values."""
     digest = hashlib.sha256()
@@ -213,7 +222,9 @@ def _named(drafts: list[Draft], view: View, selection: Selection, rules_hash: st
     found = []
     for draft, place in placed:
         depth, parent = _spawned(draft, view.calls)
-        status = _status(draft, selection, last)
+        # Where others go on from a tree's node, nothing ends.
+        inner = place is not None and place["owner"] != place["node"]
+        status = "complete" if inner else _status(draft, selection, last)
         found.append(BuiltTrace(name_trace(draft, rules_hash), draft, status, depth, parent, place))
     return found
 

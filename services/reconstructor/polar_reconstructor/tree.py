@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .assemble import Draft
+from .assemble import Draft, role_of
 from .images import exact_images, moved
 
 __all__ = ["encode", "walk"]
@@ -29,14 +29,15 @@ def encode(drafts: Sequence[Draft]) -> list[tuple[Draft, Place | None]]:
         trees[draft.calls[0].id, draft.prompt.tobytes()].append(draft)
     found: list[tuple[Draft, Place | None]] = []
     for (name, _), members in trees.items():
-        nodes: list[tuple[Draft, Place | None]] = []
+        nodes: list[tuple[Draft, Place]] = []
         _grow(members, 0, None, name, nodes)
-        found += _with_owners(nodes, members)
+        leaf_of = {d.calls[-1].id: place["node"] for d, place in nodes}
+        found += [(d, place | {"owner": leaf_of[place["owner"]]}) for d, place in nodes]
     return found
 
 
 def _grow(
-    members: Sequence[Draft], begin: int, parent: int | None, name: str, nodes: list[tuple[Draft, Place | None]]
+    members: Sequence[Draft], begin: int, parent: int | None, name: str, nodes: list[tuple[Draft, Place]]
 ) -> None:
     """One node for the spans [begin, end) that all members share, then one subtree per way they go on."""
     end = begin + 1
@@ -58,46 +59,31 @@ def _grow(
 
 def _node(
     members: Sequence[Draft], begin: int, end: int, parent: int | None, name: str, number: int
-) -> tuple[Draft, Place | None]:
+) -> tuple[Draft, Place]:
+    """The place's `owner` is, until all nodes are known, the last call of the leaf's chain."""
     first = members[0]
+    # The leaf that trains the node's spans, or one that shows them.
+    owner = next((m for m in members if any(span["trained"] for span in m.spans[begin:end])), first)
     start = 0 if begin == 0 else _end(first, begin - 1)
     stop = _end(first, end - 1)
-    mask = np.zeros(stop - start, dtype=np.uint8)
-    logprobs = np.zeros(stop - start, dtype=np.float32)
-    spans = []
-    for n in range(begin, end):
-        # Whoever trains the span lends its numbers.
-        giver = next((m for m in members if m.spans[n]["trained"]), first)
-        at, size = giver.spans[n]["start"], giver.spans[n]["length"]
-        mask[at - start : at - start + size] = giver.mask[at : at + size]
-        logprobs[at - start : at - start + size] = giver.logprobs[at : at + size]
-        spans.append(giver.spans[n] | {"start": at - start})
+    spans = [span | {"start": span["start"] - start} for span in owner.spans[begin:end]]
+    calls = first.calls[begin:end]
     position = 0 if begin == 0 else len(first.prompt) + start
     own = exact_images(first.calls[:end])[len(exact_images(first.calls[:begin])) :]
     node = replace(
         first,
         prompt=first.prompt if begin == 0 else first.prompt[:0],
         response=first.response[start:stop],
-        mask=mask,
-        logprobs=logprobs,
+        mask=owner.mask[start:stop],
+        logprobs=owner.logprobs[start:stop],
         spans=spans,
-        calls=first.calls[begin:end],
+        calls=calls,
+        role=role_of(next((c for c, span in zip(calls, spans, strict=True) if span["trained"]), calls[-1])),
         images=moved(own, position),
         cut=first.cut and len(members) == 1,
     )
-    return node, {"tree": name, "node": number, "parent": parent, "position_start": position, "owner": -1}
-
-
-def _with_owners(nodes: list[tuple[Draft, Place | None]], members: Sequence[Draft]) -> list[tuple[Draft, Place | None]]:
-    ends = {m.calls[-1].id: m for m in members}
-    leaf_of = {id(ends[d.calls[-1].id]): place["node"] for d, place in nodes if place and d.calls[-1].id in ends}
-    found: list[tuple[Draft, Place | None]] = []
-    for draft, place in nodes:
-        assert place is not None
-        trained = {c.id for c in draft.trained}
-        owner = next((m for m in members if trained & {c.id for c in m.trained}), None)
-        found.append((draft, place | {"owner": leaf_of[id(owner)] if owner is not None else place["node"]}))
-    return found
+    leaf = owner.calls[-1].id
+    return node, {"tree": name, "node": number, "parent": parent, "position_start": position, "owner": leaf}
 
 
 def _end(draft: Draft, n: int) -> int:

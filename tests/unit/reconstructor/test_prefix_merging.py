@@ -58,6 +58,31 @@ def test_drift_is_inherited_by_what_follows_and_named_by_its_cause() -> None:
     assert not spans(made)[2]["context_faithful"]
 
 
+def test_the_first_difference_keeps_its_cause_and_an_edit_stays_unfaithful() -> None:
+    native = {"chain_class": "native", "context": "native"}
+    script = Script().call("c1", [1], [10, E])
+    script.call("c2", [1, 70, E, 5], [8, 9, E], parent="c1", chain_class="edited", context="native")
+    script.call("c3", [1, 70, E, 5, 7, E, 6], [30, E], parent="c2", **native)
+    script.call("c4", [1, 70, E, 5, 7, E, 6, 30, E, 4], [40, E], parent="c3", **native).ended()
+    made = built(script, "prefix_merging", decode=decode)
+    assert [(s["drift_class"], s["drift_at"]) for s in spans(made)] == [("", None), *[("edited", 1)] * 3]
+    assert [s["context_faithful"] for s in spans(made)] == [True, False, False, False]
+    script = Script().call("c1", [1], [8, 9, E])
+    script.call("c2", [1, 7, E, 5], [60, 12, 61, 10, E], parent="c1", **native)
+    script.call("c3", [1, 7, E, 5, 10, E, 6], [30, E], parent="c2", **native).ended()
+    made = built(script, "prefix_merging", decode=decode)
+    assert [(s["drift_class"], s["drift_at"]) for s in spans(made)] == [("", None), *[("retokenised", 1)] * 2]
+    assert [s["context_faithful"] for s in spans(made)] == [True, True, False]
+
+
+def test_another_copy_behind_a_prompt_that_the_engine_changed_is_not_the_engines() -> None:
+    script = Script().call("c1", [1], [10, E], untrainable="engine_retokenised", context_exact=False)
+    script.call("c2", [1, 70, E, 5], [20, E], parent="c1", chain_class="edited").ended()
+    made = built(script, "prefix_merging")
+    assert [s["drift_class"] for s in spans(made)] == ["engine", "edited"]
+    assert [s["context_faithful"] for s in spans(made)] == [True, False]
+
+
 def test_an_edited_turn_is_merged_as_the_paper_does_and_labelled_edited() -> None:
     script = Script().call("c1", [1], [10, E])
     script.call("c2", [1, 70, E, 5], [20, E], parent="c1", chain_class="edited").ended()
@@ -97,6 +122,46 @@ def test_a_sibling_that_shares_only_the_prompt_does_not_take_the_chain() -> None
             prompt, sampled = {"k": ([1, 2, 3, 70, E, 5], [72, E]), "c2": ([1, 2, 3, 10, 11, E, 5], [20, E])}[name]
             script.call(name, prompt, sampled, context="native", chain_class="native")
         assert trained(built(script.ended(), "prefix_merging")) == [["c1", "c2"], ["k"]]
+
+
+@pytest.mark.parametrize("order", [("k", "c2"), ("c2", "k")])
+def test_nor_from_a_continuation_that_is_recorded(order: tuple[str, str]) -> None:
+    native = {"context": "native", "chain_class": "native"}
+    script = Script().call("c1", [1, 2, 3], [10, 11, E], **native)
+    for name in order:
+        if name == "k":
+            script.call("k", [1, 2, 3, 70, E, 5], [72, E], **native)
+        else:
+            script.call("c2", [1, 2, 3, 12, E, 5], [20, E], parent="c1", **native)
+    assert sorted(trained(built(script.ended(), "prefix_merging"))) == [["c1", "c2"], ["k"]]
+
+
+def test_what_others_went_on_with_leaves_a_branch_no_shorter_prompt_to_go_on_from() -> None:
+    """k begins like c1, which c2 continues; that `other` begins like both doesn't make it k's."""
+    native = {"context": "native", "chain_class": "native"}
+    script = Script().call("other", [1], [15, E], **native).call("c1", [1, 2, 3], [10, 11, E], **native)
+    script.call("c2", [1, 2, 3, 10, 11, E, 5], [20, E], parent="c1", **native)
+    script.call("k", [1, 2, 3, 70, E, 5], [72, E], **native).ended()
+    assert trained(built(script, "prefix_merging")) == [["other"], ["c1", "c2"], ["k"]]
+
+
+def test_an_answer_of_which_only_the_beginning_was_used_is_gone_on_with_by_nobody_else() -> None:
+    script = Script().call("c1", [1], [10, 11, 12, E]).undelivered("c1")
+    script.call("c2", [1, 10, 11, E, 5], [20, E], parent="c1", parent_by="adopted", chain_class="continued")
+    script.call("k", [1, 13, E, 5], [30, E], context="native", chain_class="native").ended()
+    made = built(script, "prefix_merging")
+    assert trained(made) == [["c2"], ["k"]] and made.excluded == {"c1": "adopted_partial"}
+
+
+def test_of_several_answers_of_which_none_is_known_to_be_used_none_is_guessed() -> None:
+    """Two parallel answers are left out as unused; the third isn't the only one that can have been meant."""
+    native = {"context": "native", "chain_class": "native"}
+    script = Script().call("c1", [1], [10, E], at=1, took=1, request_hash="r", **native)
+    script.call("c2", [1], [11, E], at=1, took=1, request_hash="r", parallel_of="c1", **native)
+    script.call("c3", [1], [12, E], at=5, took=1, request_hash="r", **native)
+    script.call("c4", [1, 13, E, 5], [20, E], at=9, **native).ended()
+    made = built(script, "prefix_merging")
+    assert trained(made) == [["c3"], ["c4"]] and made.ambiguous == 1
 
 
 def test_several_unrecorded_parents_with_one_prompt_are_kept_separate_and_counted() -> None:

@@ -78,6 +78,9 @@ def assert_conserved(made: Built, calls: list[Call]) -> None:
     assert set(spans) | set(made.excluded) == {c.name for c in calls}
     assert not set(spans) & set(made.excluded)
     assert set(spans.values()) <= {1}
+    for s in (s for t in made.traces for s in t.draft.spans if not s["trained"]):
+        assert s["reason"] == made.excluded.get(s["completion"], s["reason"])
+        assert (s["reason"] in ("sampled_elsewhere", "other_policy")) == (s["completion"] in spans)
 
 
 def assert_well_formed(made: Built, calls: list[Call]) -> None:
@@ -88,6 +91,7 @@ def assert_well_formed(made: Built, calls: list[Call]) -> None:
         assert len(d.response) == len(d.mask) == len(d.logprobs)
         assert not d.logprobs[d.mask == 0].any()
         expected = np.zeros(len(d.response), dtype=np.uint8)
+        causes: dict[int, str] = {}
         for s in d.spans:
             call, at = by_name[s["completion"]], len(d.prompt) + s["start"]
             assert whole[at : at + s["length"]] == call.sampled
@@ -98,6 +102,7 @@ def assert_well_formed(made: Built, calls: list[Call]) -> None:
                     min(at, len(call.prompt)),
                 )
                 assert s["drift_at"] == first and s["drift_class"]
+                assert causes.setdefault(first, s["drift_class"]) == s["drift_class"]
             if s["trained"]:
                 expected[s["start"] : s["start"] + s["length"]] = 1
         assert (d.mask == expected).all()
@@ -202,25 +207,30 @@ def test_references_and_whole_prompts_mean_the_same(seed: int, size: int) -> Non
 
 
 @MANY
-@given(st.integers(0, 1 << 30), st.integers(1, 24), st.sampled_from([0, 15]))
-def test_a_walk_through_a_tree_gives_the_exact_traces(seed: int, size: int, bound: int) -> None:
+@given(
+    st.integers(0, 1 << 30),
+    st.integers(1, 24),
+    st.fixed_dictionaries(
+        {
+            "max_trace_tokens": st.sampled_from([0, 15]),
+            "min_action_tokens": st.sampled_from([1, 3]),
+            "mixed_policy": st.sampled_from(["keep", "mask"]),
+        }
+    ),
+)
+def test_walks_to_the_leaves_of_trees_are_the_exact_traces(seed: int, size: int, options: dict[str, Any]) -> None:
+    """Each node names a leaf as its owner, and no leaf is without nodes of its own."""
     script = script_of(tree_of_calls(seed, size))
-    exact = built(script, "exact", max_trace_tokens=bound)
-    nodes = built(script, "tree", max_trace_tokens=bound)
-    groups: dict[tuple[str, bytes], list[tuple[Any, Any]]] = {}
-    root = b""
+    exact, nodes = built(script, "exact", **options), built(script, "tree", **options)
+    groups: list[list[tuple[Any, Any]]] = []
     for t in nodes.traces:
         assert t.place is not None
         if t.place["parent"] is None:
-            root = t.draft.prompt.tobytes()
-        groups.setdefault((t.place["tree"], root), []).append((t.draft, t.place))
-    leaves = {
-        name_trace(tree.walk(members, place["node"]), "r")
-        for members in groups.values()
-        for _, place in members
-        if place["owner"] == place["node"] or not any(p["parent"] == place["node"] for _, p in members)
-    }
-    assert {name_trace(t.draft, "r") for t in exact.traces} <= leaves
+            groups.append([])
+        groups[-1].append((t.draft, t.place))
+    walks = [tree.walk(members, leaf) for members in groups for leaf in {place["owner"] for _, place in members}]
+    assert sorted(name_trace(d, "r") for d in walks) == sorted(name_trace(t.draft, "r") for t in exact.traces)
+    assert nodes.excluded == exact.excluded
     stored = sum(len(t.draft.prompt) + len(t.draft.response) for t in nodes.traces)
     assert stored <= sum(len(t.draft.prompt) + len(t.draft.response) for t in exact.traces)
 
@@ -237,6 +247,17 @@ def test_a_shared_prefix_is_stored_once_in_a_tree() -> None:
     ]
     assert [t.draft.response.tolist() for t in made.traces] == [[10, E], [5, 20, E], [6, 30, E]]
     assert [t.draft.action_tokens for t in made.traces] == [2, 2, 2]
+
+
+def test_a_node_of_context_alone_belongs_to_a_leaf_and_ends_nothing() -> None:
+    script = Script().call("c1", [1, 2], [10, E], untrainable="greedy", closed=True, finish="length")
+    child = {"agent": "x1", "parent_agent": "main", "agent_role": "explore"}
+    script.call("c2", [1, 2, 10, E, 5], [20, E], parent="c1", **child)
+    script.call("c3", [1, 2, 10, E, 6], [30], parent="c1", closed=False).ended()
+    made = built(script, "tree")
+    assert [t.place["owner"] for t in made.traces if t.place] == [1, 1, 2]
+    assert [t.status for t in made.traces] == ["complete", "complete", "truncated"]
+    assert [t.draft.role for t in made.traces] == ["main", "explore", "main"]
 
 
 @pytest.mark.parametrize("turns", [1, 2, 40])

@@ -45,8 +45,6 @@ def _turn(tail: Ids, ends: frozenset[int]) -> Ids:
 
 def drift_class(earlier: Call, later: Call, copy: Ids, view: View, ends: frozenset[int], *, recorded: bool) -> str:
     """Why `copy` isn't `earlier`'s sample."""
-    if later.context_exact is False or earlier.untrainable == "engine_retokenised":
-        return "engine"
     if said := _SAID.get(later.chain_class):
         return said
     raw = earlier.sampled
@@ -77,9 +75,11 @@ def break_class(i: int, view: View, ends: frozenset[int]) -> str:
     if said is None or c.chain_class not in ("continued", "native"):
         return c.chain_class
     earlier = view.calls[said]
+    if c.context_exact is False:
+        return "engine"
     if view.contexts.starts_with_prompt(c, earlier):
         return drift_class(earlier, c, canonical_copy(earlier, c, view, ends), view, ends, recorded=True)
-    if c.context_exact is False or earlier.untrainable == "engine_retokenised":
+    if earlier.untrainable == "engine_retokenised":
         return "engine"
     # They part within the earlier prompt: in its own turn's beginning, or in a turn before it.
     before, after = view.contexts.context(earlier), view.contexts.prompt(c)

@@ -3,8 +3,8 @@
 Call k+1 goes on k's chain if k's *prompt* is a strict prefix of its prompt. Of what follows that prefix, t, the
 assistant's canonical copy is replaced by the raw sample: with j the first end-of-turn id in t, the inserted context is
 t[j+1:] if the sample ends with an end-of-turn id, else t[j:]. Kept separate: boundaries that can't be told (no
-end-of-turn id in t or one inside the sample, a stop string's cut), siblings that share only the prompt, and unrecorded
-parents between which nothing decides.
+end-of-turn id in t or one inside the sample, a stop string's cut), siblings that share only the prompt, and calls
+without a recorded parent where nothing decides between several, or where another went on from the one it may be.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from .drift import break_class, canonical_copy, drift_class, end_of_turn
 __all__ = ["PrefixMerging"]
 
 
-_APART = ("replay", "aborted", "undelivered", "superseded_retry", "unused_parallel", "side", "empty")
-"""Answers that nothing was made of: a prompt that merely begins like theirs doesn't go on from them."""
+_UNSEEN = ("replay", "aborted", "undelivered", "side", "empty")
+_APART = (*_UNSEEN, "superseded_retry", "unused_parallel", "adopted_partial")
+"""Answers that nothing was made of: a prompt that merely begins like theirs doesn't go on from them. The unseen ones
+take no part; another's request may still be the one that was gone on with.
+"""
 
 
 @dataclass(slots=True)
@@ -59,31 +62,36 @@ class PrefixMerging:
 
 class _Free:
     """Chain ends that a call without a recorded parent may go on: none that something was not made of, and none that
-    another call continues exactly, so that a sibling that shares only the prompt doesn't take its chain.
+    another call continues exactly or by record, so that a sibling that shares only the prompt doesn't take its chain.
     """
 
     def __init__(self, view: View) -> None:
         self._view = view
         self._lengths = np.array([c.length for c in view.calls], dtype=np.int64)
         self._last = np.array([view.contexts.prompt(c)[-1] if c.length else -1 for c in view.calls], dtype=np.int64)
-        self._open = np.array([view.excluded.get(c.id) not in _APART for c in view.calls], dtype=np.bool_)
-        for i, parent in enumerate(view.links.parent):
-            if parent is not None and i > parent:
-                self._open[parent] = False
+        reasons = [view.excluded.get(c.id) for c in view.calls]
+        self._seen = np.array([reason not in _UNSEEN for reason in reasons], dtype=np.bool_)
+        self._open = {i for i, reason in enumerate(reasons) if reason not in _APART}
+        for parents in (view.links.parent, view.links.recorded):
+            self._open -= {parent for i, parent in enumerate(parents) if parent is not None and i > parent}
 
     def drop(self, i: int) -> None:
         """Call i isn't a chain's end any more."""
-        self._open[i] = False
+        self._open.discard(i)
 
-    def longest(self, i: int) -> list[int]:
-        """Of the calls before call i whose prompt begins its own, those with the longest one."""
+    def find(self, i: int) -> tuple[int | None, bool]:
+        """The call with the longest prompt that begins call i's, if it is free; and whether several have it."""
         c = self._view.calls[i]
-        some = np.flatnonzero(self._open[:i] & (self._lengths[:i] < c.length))
-        # Few are left to be compared in full.
+        some = np.flatnonzero(self._seen[:i] & (self._lengths[:i] < c.length))
+        # Few are left to be compared in full, and the longest first.
         some = some[self._view.contexts.prompt(c)[self._lengths[some] - 1] == self._last[some]]
-        found = [k for k in some.tolist() if self._view.contexts.starts_with_prompt(c, self._view.calls[k])]
-        longest = max((self._view.calls[k].length for k in found), default=0)
-        return [k for k in found if self._view.calls[k].length == longest]
+        found: list[int] = []
+        for k in some[np.argsort(-self._lengths[some], kind="stable")].tolist():
+            if found and self._lengths[k] < self._lengths[found[0]]:
+                break
+            if self._view.contexts.starts_with_prompt(c, self._view.calls[k]):
+                found.append(k)
+        return (found[0] if len(found) == 1 and found[0] in self._open else None), len(found) > 1
 
 
 def _parent(i: int, view: View, tips: dict[int, _Building], free: _Free) -> tuple[int | None, bool]:
@@ -96,8 +104,7 @@ def _parent(i: int, view: View, tips: dict[int, _Building], free: _Free) -> tupl
         return (by_ids if by_ids in tips else None), tied
     if not c.native and c.chain_class != "unknown_parent":
         return None, tied
-    found = free.longest(i)
-    return (found[0] if len(found) == 1 else None), len(found) > 1
+    return free.find(i)
 
 
 def _join(parent: int, i: int, view: View, ends: frozenset[int]) -> tuple[Ids | None, str] | None:

@@ -19,7 +19,7 @@ from polar_render.vocabulary import Vocabulary
 
 __all__ = ["BUILT_IN", "RuleSet", "load", "parse"]
 
-FORMAT = 2
+FORMAT = 3
 """Grows when the same settings come to mean other traces."""
 Count = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 """Strict: YAML's `yes` is no 1."""
