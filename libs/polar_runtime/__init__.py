@@ -1,6 +1,6 @@
 """Where attempts and evaluations run: `make_runtime(RuntimeSpec(...))` and the contract of what it returns."""
 
-from polar_runtime.archive import pack_dir, pack_files
+from polar_runtime.archive import pack_files
 from polar_runtime.base import (
     RELAY_PORT,
     ExecResult,
@@ -27,7 +27,6 @@ __all__ = [
     "Stream",
     "kinds",
     "make_runtime",
-    "pack_dir",
     "pack_files",
     "reap",
 ]

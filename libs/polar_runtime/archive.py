@@ -1,25 +1,29 @@
 """What is written into a runtime: a mapping of files, or a tar archive from someone who may mean harm.
 
-An archive is read through once and judged as a whole before its first entry is handed out.
+An archive is read through once and judged as a whole before its first entry is handed out. It is in memory meanwhile,
+so that it may be of half a gigabyte once unpacked, whatever disk there is.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import posixpath
 import stat
 import tarfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from polar_common.errors import ResourceExhausted, RuntimeFault
 from polar_runtime.beneath import Beneath
 
-__all__ = ["Entry", "entries", "key", "pack_dir", "pack_files", "to_tar"]
+__all__ = ["Entry", "entries", "key", "pack_files", "to_tar"]
 
 _MAX_ENTRIES = 200_000
+_MAX_BYTES = 512 << 20
+_TOO_LARGE = "the archive is too large once unpacked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,21 @@ def entries(data: bytes | Mapping[str, bytes], *, max_bytes: int) -> list[Entry]
             raise ResourceExhausted(f"files of more than {max_bytes} bytes", "disk")
         return [Entry(_clean(path, absolute=True), data=content) for path, content in data.items()]
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:*") as tar:
-            return _read(tar, max_bytes)
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+        with tarfile.open(fileobj=io.BytesIO(_unpacked(data)), mode="r:") as tar:
+            return _read(tar, min(max_bytes, _MAX_BYTES))
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
         raise RuntimeFault(f"not a readable tar archive: {error}") from error
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Without its compression. The tar reader would take a header of any length into memory."""
+    if not data.startswith(b"\x1f\x8b"):
+        return data
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        plain = file.read(_MAX_BYTES + 1)
+    if len(plain) > _MAX_BYTES:
+        raise ResourceExhausted(_TOO_LARGE, "disk")
+    return plain
 
 
 def _read(tar: tarfile.TarFile, max_bytes: int) -> list[Entry]:
@@ -88,16 +103,16 @@ def _entry(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str, files: dict
         if source is None or source.data is None:
             raise RuntimeFault(f"archive hard link {path!r} has no file in the archive: {member.linkname!r}")
         if len(source.data) > room:
-            raise ResourceExhausted("the archive is too large once unpacked", "disk")
+            raise ResourceExhausted(_TOO_LARGE, "disk")
         return Entry(path, source.mode, data=source.data)
     if not member.isreg():
         raise RuntimeFault(f"archive entry {path!r} is a device, pipe or socket")
     if member.size > room:
-        raise ResourceExhausted("the archive is too large once unpacked", "disk")
+        raise ResourceExhausted(_TOO_LARGE, "disk")
     stream = tar.extractfile(member)
     content = stream.read(room + 1) if stream is not None else b""
     if len(content) > room:
-        raise ResourceExhausted("the archive is too large once unpacked", "disk")
+        raise ResourceExhausted(_TOO_LARGE, "disk")
     return Entry(path, mode, data=content)
 
 
@@ -126,19 +141,6 @@ def _parents(path: str) -> list[str]:
 def pack_files(files: Mapping[str, bytes]) -> bytes:
     """A tar archive of the files; the same files give the same bytes."""
     return to_tar([Entry(_clean(path, absolute=False), data=files[path]) for path in sorted(files)])
-
-
-def pack_dir(directory: Path) -> bytes:
-    """A tar archive of a directory's files and links, `.git` left out; the same tree gives the same bytes."""
-    found = []
-    root = Beneath(directory)
-    for node in root.nodes():
-        path, data = os.fsdecode(node.path), root.content(node)
-        if node.mode == "120000":
-            found.append(Entry(path, target=os.fsdecode(data)))
-        else:
-            found.append(Entry(path, 0o755 if node.mode == "100755" else 0o644, data=data))
-    return to_tar(found)
 
 
 def to_tar(found: list[Entry], *, uid: int = 0, gid: int = 0) -> bytes:
