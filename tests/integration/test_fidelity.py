@@ -264,7 +264,8 @@ async def test_damaged_missing_and_unnamed_traces(client: EngineClient, bus: Bus
         trace.model_copy(update={"build": "loose"}).model_dump_json().encode(),
         trace.trace_id,
     )
-    assert (await checked(bus, "loose")).traces == 0
+    with pytest.raises(ConfigError, match="no session is in build loose"):
+        await checked(bus, "loose")
 
 
 async def test_traces_with_pictures_are_counted_and_not_recomputed(client: EngineClient, bus: Bus) -> None:
@@ -321,7 +322,12 @@ async def test_the_command(
     both = await polar("--model", str(TINY), "--strict", "--sample", "0")
     assert both.exit_code == 1
     assert "5 of 6 spans (83.33%)" in both.stdout and "drifted/retokenised" in both.stdout
-    empty = await polar("--build", "nowhere", "--strict", "--worst", "0")
-    assert empty.exit_code == 1 and "nothing is in scope" in empty.stdout
-    unknown = await polar("--model", "nowhere")
-    assert isinstance(unknown.exception, ConfigError)
+    for arguments, told in (
+        (["--build", "nowhere"], "build: no session is in build nowhere"),
+        (["--run", "other"], "run: no session of run other is in build live"),
+        (["--session", "s1-none-0", "--native"], "session: not in build live: s1-none-0"),
+        (["--no-recompute"], "native: with --no-recompute"),
+        (["--model", "nowhere"], "model: `nowhere` is neither"),
+    ):
+        refused = await polar(*arguments)
+        assert isinstance(refused.exception, ConfigError) and told in str(refused.exception)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import orjson
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["console", "emit", "fail", "table", "warn"]
 
@@ -16,9 +18,23 @@ _PIPE_COLUMNS = 200
 """A pipe has no width: wide enough that ids stay whole."""
 
 
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    range(127, 160), 0xFFFD
+)
+"""Control characters → what stands for them: a model or a harness may have written them, and terminals obey them."""
+
+
+class _Console(Console):
+    """Prints text as text: nothing in it moves the cursor, colours or retitles a terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(segment.text.translate(_VISIBLE), segment.style)
+
+
 def _console(*, stderr: bool = False) -> Console:
-    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, soft_wrap=True, width=_PIPE_COLUMNS)
+    made = _Console(stderr=stderr, highlight=False, soft_wrap=True)
+    return made if made.is_terminal else _Console(stderr=stderr, highlight=False, soft_wrap=True, width=_PIPE_COLUMNS)
 
 
 console = _console()
@@ -47,10 +63,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     for index, name in enumerate(columns):
         number = any(isinstance(r[index], int | float) for r in rows)
         out.add_column(name, justify="right" if number else "left", overflow="fold")
-    from rich.text import Text
-
     for row in rows:
-        out.add_row(*(Text(_cell(c)) for c in row))
+        out.add_row(*(Text(_cell(c).translate(_VISIBLE)) for c in row))
     console.print(out)
 
 

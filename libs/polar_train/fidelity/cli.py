@@ -50,6 +50,8 @@ def fidelity(
 
     Example: polar fidelity --sample 50 --native
     """
+    if not recompute and not native:
+        raise ConfigError("with --no-recompute there is only --native left to do", "native")
     settings = HouseSettings()
     models = find_models(model, served_root(data or settings.data))
     options = Options(build, run, tuple(session or ()), sample, seed, worst, threads)

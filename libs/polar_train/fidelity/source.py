@@ -15,7 +15,7 @@ import numpy as np
 from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, scan
-from polar_common.errors import BlobError, FromTheFuture, Poison, PolarError, TraceError
+from polar_common.errors import BlobError, ConfigError, FromTheFuture, Poison, PolarError, TraceError
 from polar_common.events import GroupMember
 from polar_common.ids import segment_of
 from polar_common.topology import TRACES
@@ -86,18 +86,25 @@ class _Pictures(TraceError):
 async def choose(
     bus: Bus, build: str, run: str = "", sessions: Sequence[str] = (), sample: int = 0, seed: int = 0
 ) -> Chosen:
-    """`sample` traces of a build at random (0: all), in the order of their manifests."""
+    """`sample` traces of a build at random (0: all), in the order of their manifests.
+
+    Raises ConfigError where the build, or a named session in it, isn't there.
+    """
     draws = random.Random(seed)
     chosen = Chosen()
     kept: list[tuple[int, Name]] = []
-    wanted = frozenset(sessions)
+    missing = set(sessions)
+    found = False
     async for stored in scan(bus, TRACES, [subjects.manifests_filter(run or None, build)]):
+        session = stored.subject.split(".")[5]
+        if sessions and session not in sessions:
+            continue
+        found = True
+        missing.discard(session)
         try:
             manifest = read_message(TraceManifest, stored.body, stored.subject)
         except Poison as error:
             chosen.refuse(unreadable_because(error), str(error))
-            continue
-        if wanted and manifest.session not in wanted:
             continue
         chosen.sessions += 1
         for number, trace_id in enumerate(manifest.traces):
@@ -108,6 +115,11 @@ async def choose(
                 kept.append((place, name))
             elif (at := draws.randrange(chosen.traces)) < sample:
                 kept[at] = (place, name)
+    of = f" of run {run}" if run else ""
+    if missing:
+        raise ConfigError(f"not in build {build}{of}: {', '.join(sorted(missing))}", "session")
+    if not found:
+        raise ConfigError(f"no session{of} is in build {build}", "run" if run else "build")
     chosen.names = [name for _, name in sorted(kept, key=lambda k: k[0])]
     return chosen
 
