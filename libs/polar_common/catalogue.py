@@ -8,15 +8,14 @@ One stream of facts that happen once. A log with one segment, as it begins, has 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import orjson
 
 from .bus import Bus
-from .bus.read import Stored, direct_get, leader_get
-from .errors import ConfigError, Conflict, Poison, Unavailable
+from .bus.read import Stored, leader_get
+from .errors import ConfigError, Conflict, Poison
 from .ids import FIRST_SEGMENT, token
 from .topology import CATALOGUE, events_stream
 
@@ -24,7 +23,6 @@ __all__ = ["Catalogue", "Fact"]
 
 Fact = Literal["opened", "rolled", "archived", "sealed", "dropped"]
 _PREFIX = "polar.catalogue"
-_TRIES = 9
 
 
 class Catalogue:
@@ -43,12 +41,7 @@ class Catalogue:
         newest = await leader_get(self._bus.nc, CATALOGUE, pattern)
         if newest is None:
             return []
-        for attempt in range(_TRIES):
-            found = await direct_get(self._bus.nc, CATALOGUE, [pattern])
-            if found and found[-1].sequence >= newest.sequence:
-                return found
-            await asyncio.sleep(0.02 * 2**attempt)
-        raise Unavailable(f"{CATALOGUE}: the replicas lag behind sequence {newest.sequence}")
+        return await self._bus.read(CATALOGUE, [pattern], at_least=newest.sequence)
 
     async def kept(self) -> list[str]:
         """Those that aren't dropped."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nats.aio.client import Client
 from proxy_engine import make_model_dir
 from proxy_kit import Kit, kit
 from tests.conftest import own_nats
 
-from polar_common.bus import Bus
+from polar_common.bus import Bus, read
+from polar_common.bus.read import Stored
 from polar_common.nats_server import NatsServer
 
 
@@ -33,3 +37,16 @@ async def empty() -> AsyncIterator[Bus]:
         bus = await Bus.connect(server.url, "test/other")
         yield bus
         await bus.close()
+
+
+@pytest.fixture
+def lagging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas a tenth of a second behind their leader; on loopback they rarely are."""
+    whole = read._collect
+
+    async def behind(nc: Client, stream: str, request: dict[str, Any]) -> tuple[list[Stored], str]:
+        found, status = await whole(nc, stream, request)
+        known = datetime.now(UTC) - timedelta(seconds=0.1)
+        return [s for s in found if s.time < known], status
+
+    monkeypatch.setattr(read, "_collect", behind)

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Worker
 from polar_common.errors import RuntimeUnavailable
@@ -119,7 +120,9 @@ async def completion(bus: Bus, session: str, attempt: int = 1, name: str = "c1")
 
 
 async def load(bus: Bus, session: str) -> SessionState:
-    return fold(session, await bus.read_session(session, completions=False))
+    newest = await bus.last(subjects.session_filter(session))
+    at_least = newest.sequence if newest is not None else 0
+    return fold(session, await bus.read_session(session, completions=False, at_least=at_least))
 
 
 async def until(bus: Bus, session: str, reached: Callable[[SessionState], bool], timeout: float = 30.0) -> SessionState:

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 
 import orjson
 import pytest
+from nats.aio.msg import Msg
 from tests.conftest import replicated
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Lease, Stored, Worker, follow
+from polar_common.bus.pull import Pull
 from polar_common.errors import Conflict, Poison, Stale
 from polar_common.events import (
     SessionAccepted,
@@ -256,6 +258,27 @@ async def test_following_survives_a_server_restart(nats_server: NatsServer) -> N
     reading.cancel()
     await bus.close()
     assert seen == [1, 2, 3, 4]
+
+
+async def test_a_delivery_lost_on_the_way_is_read_again(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a server drops what a slow connection doesn't take: nothing tells the follower but the count."""
+    take, taken = Pull._take, 0
+
+    async def losing(self: Pull, msg: Msg) -> None:
+        nonlocal taken
+        taken += 1
+        if taken not in (5, 9):
+            await take(self, msg)
+
+    monkeypatch.setattr(Pull, "_take", losing)
+    await bus.batch([accepted(f"s1-lost-{n}") for n in range(20)])
+    seen: list[int] = []
+    async with asyncio.timeout(20):
+        async for stored in follow(bus, STREAM, [EVENTS]):
+            seen.append(stored.sequence)
+            if len(seen) == 20:
+                break
+    assert seen == list(range(1, 21))
 
 
 async def test_blobs_are_stored_once_and_checked(bus: Bus) -> None:

@@ -107,14 +107,3 @@ async def test_a_killed_leader_loses_nothing_acknowledged(nats_cluster: NatsClus
     reading.cancel()
     assert followed == sorted(set(followed))
     await bus.close()
-
-
-async def test_reads_that_decide_are_never_stale(nats_cluster: NatsCluster) -> None:
-    """Right after an acknowledgement the leader's answer contains it, which a direct get may not."""
-    bus = await replicated(nats_cluster)
-    for number in range(200):
-        event = accepted(f"s1-fresh{number}-0")
-        at = (await patiently(bus.once, event)).sequence
-        last = await bus.last(event.subject())
-        assert last is not None and last.sequence == at
-    await bus.close()

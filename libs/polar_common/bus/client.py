@@ -45,6 +45,7 @@ _UNDECIDED = (10164, 10158, 10201)
 """This fence is in flight, this message id is in process (both where servers replicate), a batch with a known id."""
 _FULL = (10077, 10047, 10023)
 _TRIES = 8
+_READS = 20
 _TIMEOUT_S = 5.0
 _log = structlog.get_logger(__name__)
 
@@ -241,20 +242,30 @@ class Bus:
         """The last message on a subject or pattern, from the leader; None if there is none."""
         return await leader_get(self.nc, stream or await self._stream_of(subject), subject)
 
-    async def read(self, stream: str, filters: Sequence[str], *, up_to: int = 0, after: int = 0) -> list[Stored]:
+    async def read(
+        self, stream: str, filters: Sequence[str], *, up_to: int = 0, after: int = 0, at_least: int = 0
+    ) -> list[Stored]:
         """The last message of every subject that matches, by sequence. `up_to`: only sequences ≤ it (0: all); `after`:
-        only sequences > it.
+        only sequences > it; `at_least`: that of a message that matches, which the answer has to contain.
 
-        May be stale on replicated streams; where "nothing there" matters, ask `last` first.
+        A replica may lag behind an acknowledgement: where it matters, ask `last` first and give what it says as
+        `at_least`. Raises Unavailable if the replicas don't get there.
         """
-        return await direct_get(self.nc, stream, filters, up_to, after)
+        for _ in range(_READS):
+            found = await direct_get(self.nc, stream, filters, up_to, after)
+            if not at_least or (found and found[-1].sequence >= at_least):
+                return found
+            await asyncio.sleep(0.05)
+        raise Unavailable(f"{stream}: the replicas lag behind sequence {at_least}")
 
-    async def read_session(self, session: str, *, up_to: int = 0, completions: bool = True) -> list[Stored]:
+    async def read_session(
+        self, session: str, *, up_to: int = 0, completions: bool = True, at_least: int = 0
+    ) -> list[Stored]:
         """All of one session's transitions and completions, by sequence; empty if it doesn't exist."""
         filters = [subjects.session_filter(session)]
         if completions:
             filters.append(subjects.completion_filter(session))
-        return await self.read(events_stream(segment_of(session)), filters, up_to=up_to)
+        return await self.read(events_stream(segment_of(session)), filters, up_to=up_to, at_least=at_least)
 
     async def _stream_of(self, subject: str) -> str:
         kind, _, rest = subject.removeprefix("polar.").partition(".")

@@ -13,7 +13,7 @@ from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Lease
 from polar_common.bus.poison import BACKOFFS_S
-from polar_common.errors import BusError, ConfigError, Conflict, EvaluationError, Poison, PolarError, Unavailable
+from polar_common.errors import BusError, ConfigError, Conflict, EvaluationError, Poison, PolarError
 from polar_common.events import EvaluationEvaluated, SessionArtifacts
 from polar_common.packing import BlobRef
 from polar_common.session_state import Attempt, SessionState, fold
@@ -76,10 +76,7 @@ class Evaluations:
         await self._publish(event)
 
     async def _state(self, session: str, at_least: int) -> SessionState:
-        state = fold(session, await self._bus.read_session(session, completions=False))
-        if state.last_seq < at_least:
-            raise Unavailable(f"{session}: replicas lag behind sequence {at_least}")
-        return state
+        return fold(session, await self._bus.read_session(session, completions=False, at_least=at_least))
 
     async def _done(self, session: str, attempt: int) -> bool:
         subject = subjects.evaluation(session, attempt, LIVE, "evaluated")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from polar_common import subjects
@@ -13,7 +12,6 @@ from polar_common.session_state import SessionState, fold
 
 __all__ = ["SessionLedger", "Superseded"]
 
-_READS = 20
 _STALES = 8
 
 
@@ -40,13 +38,9 @@ class SessionLedger:
         """Read the session, at least up to the leader's last fact and up to sequence `at_least`."""
         newest = await self._bus.last(subjects.session_filter(self.session))
         wanted = max(at_least, newest.sequence if newest else 0)
-        for _ in range(_READS):
-            state = fold(self.session, await self._bus.read_session(self.session, completions=False))
-            if state.last_seq >= wanted:
-                self.state = state
-                return state
-            await asyncio.sleep(0.05)
-        raise Unavailable(f"{self.session}: replicas lag behind sequence {wanted}")
+        stored = await self._bus.read_session(self.session, completions=False, at_least=wanted)
+        self.state = fold(self.session, stored)
+        return self.state
 
     async def publish(self, *events: SessionEvent) -> None:
         """Publish one event, or several as one batch. Raises Superseded if the attempt is no longer ours."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polar_common import subjects
-from polar_common.bus import Bus
+from polar_common.bus import Bus, Stored
 from polar_common.errors import ConfigError, RequestError
 from polar_common.events import GroupClosed, TaskAccepted
 from polar_common.ids import segment_of, task_id
@@ -54,48 +54,46 @@ class Reads:
         if (task := world.tasks.get(accepted.task)) is not None:
             known = [summary_of(world.sessions[s]) for s in task.sessions if s in world.sessions]
             if len(known) == len(accepted.sessions):
-                return make_task_view(accepted, known, await self._closed(task.id) if task.closed else None)
-        return make_task_view(accepted, await self._from_log(accepted), await self._closed(accepted.task))
+                closing = await self._bus.last(subjects.group(task.id)) if task.closed else None
+                return make_task_view(accepted, known, _closed(closing))
+        closing = await self._bus.last(subjects.group(accepted.task))
+        return make_task_view(accepted, await self._from_log(accepted, closing), _closed(closing))
 
-    async def _closed(self, task: str) -> GroupClosed | None:
-        stored = await self._bus.last(subjects.group(task))
-        event = stored.event if stored is not None else None
-        return event if isinstance(event, GroupClosed) else None
-
-    async def _from_log(self, accepted: TaskAccepted) -> list[SessionSummary]:
+    async def _from_log(self, accepted: TaskAccepted, closing: Stored | None) -> list[SessionSummary]:
         found: list[SessionSummary] = []
         for start in range(0, len(accepted.sessions), _AT_ONCE):
             some = accepted.sessions[start : start + _AT_ONCE]
-            messages = await self._bus.read(self._stream, [subjects.session_filter(s) for s in some])
+            filters = [subjects.group(accepted.task), *(subjects.session_filter(s) for s in some)]
+            messages = await self._bus.read(self._stream, filters, at_least=closing.sequence if closing else 0)
             states = {s: SessionState(s) for s in some}
             for message in messages:
-                states[message.subject.split(".")[4]].apply(message.event, message.sequence, message.time)
+                if (state := states.get(message.subject.split(".")[4])) is not None:
+                    state.apply(message.event, message.sequence, message.time)
             found += [ended_summary(s, index) for index, s in enumerate(states.values(), start)]
         return found
 
     async def session(self, session: str) -> SessionView:
         """One session from one read. Raises RequestError 404."""
-        if not self._ours(session):
-            raise RequestError(f"no session {session!r}", 404, "session")
+        newest = await self._newest(session)
         filters = [
             subjects.session_filter(session),
             subjects.completion_filter(session),
             f"polar.events.{self._segment}.evaluation.{session}.>",
             f"polar.events.{self._segment}.build.*.{session}.*",
         ]
-        stored = await self._bus.read(self._stream, filters)
-        if not any(".session." in s.subject for s in stored):
-            # Direct gets may lag behind on a replicated stream; whether there is nothing is the leader's to say.
-            if await self._bus.last(subjects.session_filter(session)) is None:
-                raise RequestError(f"no session {session!r}", 404, "session")
-            stored = await self._bus.read(self._stream, filters)
-        return session_view(session, stored)
+        return session_view(session, await self._bus.read(self._stream, filters, at_least=newest))
 
     async def ended_session(self, session: str) -> SessionState:
         """A session that the fold doesn't remember. Raises RequestError 404."""
-        if not self._ours(session) or await self._bus.last(subjects.session_filter(session)) is None:
+        newest = await self._newest(session)
+        return fold(session, await self._bus.read_session(session, completions=False, at_least=newest))
+
+    async def _newest(self, session: str) -> int:
+        """The sequence of its last transition, as the leader has it. Raises RequestError 404."""
+        newest = await self._bus.last(subjects.session_filter(session)) if self._ours(session) else None
+        if newest is None:
             raise RequestError(f"no session {session!r}", 404, "session")
-        return fold(session, await self._bus.read_session(session, completions=False))
+        return newest.sequence
 
     def run(self, run: str) -> RunView:
         """Counts of a run. Raises RequestError 404."""
@@ -104,3 +102,8 @@ class Reads:
         if counts is None:
             raise RequestError(f"no run {run!r}", 404, "run")
         return run_view(counts, world.live_sessions(run), [world.tasks[t] for t in world.run_tasks.get(run, ())])
+
+
+def _closed(stored: Stored | None) -> GroupClosed | None:
+    event = stored.event if stored is not None else None
+    return event if isinstance(event, GroupClosed) else None

@@ -16,7 +16,6 @@ import structlog
 from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
-from polar_common.errors import Unavailable
 from polar_common.events import CompletionCaptured
 from polar_common.ids import segment_of
 from polar_common.keys import SessionKey
@@ -29,7 +28,6 @@ from .context.restore import apply
 
 __all__ = ["Session", "Sessions"]
 
-_READS = 20
 _log = structlog.get_logger(__name__)
 
 
@@ -103,15 +101,8 @@ class Sessions:
             return len(session.index.nodes) > known
 
     async def _load(self, session: Session, stream: str, pattern: str, newest: int) -> None:
-        """Read until the answer is as new as the leader's: replicas may lag behind it."""
         index = session.index
-        for _ in range(_READS):
-            stored = await self._bus.read(stream, [pattern], after=index.synced)
-            if stored and stored[-1].sequence >= newest:
-                break
-            await asyncio.sleep(0.05)
-        else:
-            raise Unavailable(f"{stream} doesn't catch up with its leader at {newest}")
+        stored = await self._bus.read(stream, [pattern], after=index.synced, at_least=newest)
         fresh = [s for s in stored if s.subject.split(".")[6] not in index.nodes or not s.subject.endswith(".captured")]
         events = [(s.sequence, s.event) for s in fresh]
         captured = [e for _, e in events if isinstance(e, CompletionCaptured)]

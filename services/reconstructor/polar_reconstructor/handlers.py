@@ -65,10 +65,7 @@ class Reconstructor:
         session = stored.subject.split(".")[4]
         if await self.built(session):
             return
-        messages = await self.bus.read_session(session, up_to=0)
-        if not any(m.sequence == stored.sequence for m in messages):
-            raise Unavailable(f"{session}: the read is older than {stored.subject}")
-        await self.reconstruct(session, messages)
+        await self.reconstruct(session, await self.bus.read_session(session, at_least=stored.sequence))
 
     async def built(self, session: str) -> bool:
         """Whether this build has spoken about the session."""
