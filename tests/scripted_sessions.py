@@ -88,9 +88,13 @@ class Script:
         versions: Sequence[tuple[str, int]] = (("v0", 0),),
         sampling: dict[str, Any] | None = None,
         engine: dict[str, Any] | None = None,
+        echoes: Sequence[str] = (),
         **facts: Any,
     ) -> Script:
-        """A captured call; the prompt stored whole, or as the first `shared` ids of `base`'s context and the rest."""
+        """A captured call; the prompt stored whole, or as the first `shared` ids of `base`'s context and the rest.
+
+        `echoes`: completions whose answers stand as such among its new messages.
+        """
         given = [-0.5 - 0.001 * i for i in range(len(sampled))] if logprobs is None else logprobs
         head = f"head-{'tools' if tools else 'plain'}"
         body = None if head in self.heads else (TOOLS if tools else {})
@@ -105,7 +109,7 @@ class Script:
             stream=False,
             model="policy",
             head=HeadRef(hash=head, body=body),
-            messages=MessagesRef(),
+            messages=MessagesRef(new=tuple({"echo": name} for name in echoes)),
             prompt=PromptRef(base=base, shared=shared, new=self.column(prompt[shared:], "i32"), length=len(prompt)),
             sampled=self.column(sampled, "i32"),
             logprobs=self.column(given, "f32"),

@@ -133,6 +133,13 @@ def test_a_summary_that_appears_in_a_later_prompt_is_an_action() -> None:
     assert built(script).excluded == {}
 
 
+def test_an_answer_that_the_harness_sent_back_as_such_is_an_action_however_short() -> None:
+    script = Script().started().call("short", [5], [40, E], tools=False).call("c1", [1], [10, E])
+    assert built(deepcopy(script).ended()).excluded == {"short": "side"}
+    script.call("c2", [1, 2, 40, 3], [20, E], chain_class="compaction", echoes=("short",)).ended()
+    assert built(script).excluded == {}
+
+
 def test_words_that_only_repeat_the_calls_own_prompt_are_no_reuse() -> None:
     quoted = list(range(40, 60))
     script = Script().call("c1", [1, *quoted], [10, E]).call("title", [5, *quoted], [*quoted, E], tools=False)

@@ -15,8 +15,10 @@ from polar_common.events import ImageRef
 from polar_common.packing import BlobRef
 from polar_common.traces import Trace, TraceImage
 from polar_reconstructor import tree
-from polar_reconstructor.build import Built
+from polar_reconstructor.build import Built, build_session, prepare
+from polar_reconstructor.domain import select
 from polar_reconstructor.publish import outgoing
+from polar_reconstructor.rules import BUILT_IN, Chain, Link, View
 
 E, PAD = 99, 7
 PNG = b"\x89PNG not really"
@@ -90,6 +92,24 @@ def test_pictures_move_with_their_ids_where_a_sample_stands_in_for_its_copy() ->
     made = built(script.ended(), "prefix_merging")
     assert ids(made) == [([1, PAD], [8, 9, E, 5, PAD, PAD, 6, 20, E])]
     assert places(made) == [[("one", [1, 1]), ("two", [6, 2])]]
+
+
+class Apart:
+    """c2 behind c1, with the end of its own prompt alone between them."""
+
+    def chains(self, view: View) -> list[Chain]:
+        return [Chain((Link(0), Link(1, gap=view.contexts.prompt(view.calls[1])[-3:], drift_class="edited")))]
+
+
+def test_a_picture_whose_ids_a_rule_left_out_has_no_place() -> None:
+    first, second = picture("one", 0, (1, 2)), picture("two", 2, (4, 2))
+    script = Script().started().call("c1", [1], [10, E])
+    script.call("c2", [1, PAD, PAD, 5, PAD, PAD, 6], [20, E], images=(first, second)).ended()
+    selection = select(script.session, script.stored())
+    assert selection is not None
+    made = build_session(prepare(selection), {}, BUILT_IN["exact"], rule=Apart())
+    assert ids(made) == [([1], [10, E, PAD, PAD, 6, 20, E])]
+    assert places(made) == [[("one", None), ("two", [3, 2])]]
 
 
 def test_what_isnt_known_stays_unknown() -> None:
