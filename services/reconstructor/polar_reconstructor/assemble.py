@@ -127,9 +127,13 @@ def _with_gaps(links: Sequence[Link], exact: int, view: View) -> tuple[Ids, list
 
 
 def _room(links: Sequence[Link], view: View) -> int:
-    """An upper bound of what the links after the first add: their gaps are part of what their prompts add."""
+    """An upper bound of what the links after the first add: gaps, or what their prompts add, and samples."""
     calls = [view.calls[link.call] for link in links]
-    return sum(later.length - earlier.length + len(later.sampled) for earlier, later in pairwise(calls))
+    gaps = [
+        max(later.length - earlier.length, 0) if link.gap is None else len(link.gap)
+        for (earlier, later), link in zip(pairwise(calls), links[1:], strict=True)
+    ]
+    return sum(gaps) + sum(len(c.sampled) for c in calls[1:])
 
 
 def _compared(link: Link, c: Call, before: Ids, drifts: list[str], view: View) -> _Placed:

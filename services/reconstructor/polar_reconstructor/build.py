@@ -28,6 +28,7 @@ from .domain import Selection
 from .images import check_images
 from .policies import by_policy_version, conserve, long_enough
 from .rules.base import Chain, Rule, View
+from .rules.checked import checked
 from .rules.fates import fates, is_subagent
 from .rules.linking import link
 from .rules.registry import rule_named
@@ -176,7 +177,9 @@ def _view(
 def _chains(rule: Rule, view: View) -> list[Chain]:
     """What the rule finds, made to conserve. A rule of the user's own that fails fails this session alone."""
     try:
-        return conserve(rule.chains(view), view)
+        return conserve(checked(rule.chains(view), view), view)
+    except TraceError as error:
+        raise TraceError(f"rule {view.rules.rule}: {error}") from error
     except PolarError:
         raise
     except Exception as error:

@@ -46,12 +46,17 @@ class Contexts:
             self._buffers[c.id] = self._grow(c, longest)
 
     def prompt(self, c: Call) -> Ids:
-        """int32[length], a view."""
-        return self._buffers[c.id].ids[: c.length]
+        """int32[length], a view that can't be written to."""
+        return self._view(c, c.length)
 
     def context(self, c: Call) -> Ids:
-        """prompt + sampled, int32[context_length], a view."""
-        return self._buffers[c.id].ids[: c.context_length]
+        """prompt + sampled, int32[context_length], a view that can't be written to."""
+        return self._view(c, c.context_length)
+
+    def _view(self, c: Call, length: int) -> Ids:
+        found = self._buffers[c.id].ids[:length]
+        found.flags.writeable = False
+        return found
 
     def extends(self, later: Call, earlier: Call) -> bool:
         """Whether `later`'s prompt starts with `earlier`'s whole context (prompt and sampled ids)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from reconstruction_kit import built, ids, masks, spans, trained
 from tests.scripted_sessions import Script
@@ -165,6 +167,54 @@ def test_a_rule_of_ones_own_cannot_break_conservation_nor_exactness() -> None:
 def test_a_rule_of_ones_own_that_fails_fails_the_session(name: str) -> None:
     with pytest.raises(TraceError, match="rule"):
         built(three_turns(), RuleSet(name="mine", rule=f"{__name__}:{name}"))
+
+
+class Says:
+    """A rule of one's own that returns what a test put here."""
+
+    found: Any = ()
+
+    def chains(self, view: View) -> list[Chain]:
+        return self.found if not callable(self.found) else self.found(view)
+
+
+def gap(ids: Any, **facts: Any) -> list[Chain]:
+    return [Chain((Link(0), Link(1, gap=ids, **facts)))]
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ([5], r"chains\[0\] is 5"),
+        ([Chain((Link(0),)), Chain((7,))], r"chains\[1\].links\[0\] is 7"),  # type: ignore[arg-type]
+        ([Chain((Link(-1),))], r"chains\[0\].links\[0\].call is -1 of 3 calls"),
+        ([Chain((Link("c1"),))], r"links\[0\].call is 'c1'"),  # type: ignore[arg-type]
+        ([Chain((Link(0),), chain_class=5)], r"chains\[0\].chain_class is 5"),  # type: ignore[arg-type]
+        ([Chain((Link(0, False, 7), Link(1)))], r"links\[0\].reason is 7"),  # type: ignore[arg-type]
+        (gap([5], drift_class=None), r"links\[1\].drift_class is None"),
+        (gap([4, -5]), r"links\[1\].gap\[1\] is -5, ids are below 100"),
+        (gap([100]), r"gap\[0\] is 100, ids are below 100"),
+        (gap(np.array([1 << 40])), r"gap\[0\] is 1099511627776"),
+        (gap("ab"), "gap is no row of ids"),
+        (gap([0.5]), "gap is no row of ids"),
+        (gap([[5]]), "gap is no row of ids"),
+        (lambda view: view.contexts.prompt(view.calls[1]).fill(3), "read-only"),
+        (lambda view: view.contexts.context(view.calls[1]).fill(3), "read-only"),
+    ],
+)
+def test_what_a_rule_of_ones_own_cannot_say_is_named(found: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Says, "found", found if not callable(found) else staticmethod(found))
+    script = Script().call("c1", [1], [10, E], engine={"vocab_size": 100})
+    script.call("c2", [1, 10, E, 5], [20, E], engine={"vocab_size": 100}).call("c3", [2], [30, E]).ended()
+    with pytest.raises(TraceError, match=f"rule {__name__}:Says: .*{told}"):
+        built(script, RuleSet(name="mine", rule=f"{__name__}:Says"))
+
+
+def test_a_rule_of_ones_own_may_put_any_ids_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for some in ([], [7] * 5000):
+        monkeypatch.setattr(Says, "found", gap(some, drift_class="edited"))
+        made = built(three_turns(), RuleSet(name="mine", rule=f"{__name__}:Says"))
+        assert ids(made)[0] == ([1], [10, E, *some, 20, E]) and spans(made)[1]["drift_at"] == 3
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def parse(value: object, source: str = "rules") -> RuleSet:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        message = "unknown field" if first["type"] == "extra_forbidden" else str(first["msg"])
-        raise ConfigError(message, f"{source}: {where}") from error
+        message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+        raise ConfigError(message, f"{source}: {where}" if where else source) from error
 
 
 def _with_tokenizer(rules: RuleSet, source: str) -> RuleSet:
