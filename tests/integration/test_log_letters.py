@@ -11,8 +11,9 @@ from log_kit import accepted, attempt, command, end, lived, polar
 from tests.scripted_sessions import Script
 
 from polar_common.bus import Bus, Lease, Worker, scan
-from polar_common.errors import ConfigError, Poison
-from polar_common.events import SessionArtifacts
+from polar_common.errors import BusError, ConfigError, Poison, Unavailable
+from polar_common.events import EvaluationEvaluated, SessionArtifacts
+from polar_common.ids import sessions_of
 from polar_common.letters import is_letter, read_letter, retry
 from polar_common.nats_server import NatsServer
 from polar_common.topology import DLQ, Topology, consumers
@@ -33,6 +34,35 @@ async def work(bus: Bus, handle: Any, until: Any) -> None:
 
 async def letters(bus: Bus) -> list[Any]:
     return [read_letter(s) async for s in scan(bus, DLQ, ["polar.dlq.>"]) if is_letter(s.subject)]
+
+
+async def test_a_log_that_takes_nothing_makes_no_letters(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may be full, or without a leader, while the dead letters' is not: no message is to blame."""
+    monkeypatch.setattr("polar_common.bus.poison.BACKOFFS_S", (0.05,) * 4)
+    await bus.batch(accepted(0))
+    about: dict[str, Any] = {"session": sessions_of(accepted(0)[0].task, 2)[0], "attempt": 1}
+    await bus.once(SessionArtifacts(**about))
+    config = (await bus.js.stream_info(SPEC.stream)).config
+    await bus.js.update_stream(config, max_bytes=1)
+    tries: list[int] = []
+
+    async def handle(lease: Lease) -> None:
+        tries.append(lease.deliveries)
+        await bus.once(EvaluationEvaluated(**about, evaluator="command", outcome="passed", reward=1.0))
+
+    async def room() -> bool:
+        if len(tries) == 7:
+            await bus.js.update_stream(config, max_bytes=-1)
+        return await bus.last("polar.events.s1.evaluation.>") is not None
+
+    await work(bus, handle, room)
+    assert len(tries) >= 7 and await letters(bus) == []
+
+
+async def test_a_body_larger_than_the_server_takes_is_told_at_once(bus: Bus) -> None:
+    with pytest.raises(BusError, match="more than the server takes") as found:
+        await bus.once_raw("polar.traces.x", b"x" * (bus.nc.max_payload + 1), "h")
+    assert not isinstance(found.value, Unavailable)
 
 
 async def test_a_letter_is_handled_when_its_cause_is_mended_and_it_is_offered_again(bus: Bus) -> None:

@@ -162,6 +162,8 @@ class Bus:
         for attempt in range(_TRIES):
             try:
                 return await self._send_batch(events, fence)
+            except nats.errors.MaxPayloadError as error:
+                raise self._too_large(f"a batch ending in {last.subject()}") from error
             except (_Refused, TimeoutError, nats.errors.Error) as error:
                 found = await self._same_as_stored(last.subject(), last.body_hash())
                 if found is not None:
@@ -200,6 +202,8 @@ class Bus:
         for attempt in range(_TRIES):
             try:
                 return await self._request(subject, body, headers)
+            except nats.errors.MaxPayloadError as error:
+                raise self._too_large(subject) from error
             except _Refused as refused:
                 if refused.code not in (_STALE, *_UNDECIDED):
                     raise _error_for(refused, subject) from refused
@@ -215,6 +219,9 @@ class Bus:
                     return found
             await _pause(attempt)
         raise Unavailable(f"no answer to a publish on {subject}{await self._why_silent(subject)}")
+
+    def _too_large(self, what: str) -> BusError:
+        return BusError(f"{what} has more than {self.nc.max_payload} bytes, more than the server takes")
 
     async def _why_silent(self, subject: str) -> str:
         """A server whose disk is full answers everything but publishes, until it's started again on a roomier one."""

@@ -2,6 +2,7 @@
 
 * `Poison`: no version of this code can read it. To the dead letter at once.
 * `FromTheFuture`: a newer service wrote it. Parked (offered again every minute) and alerted, so rolling upgrades work.
+* `Unavailable`: the log is full, stalled or has no leader. No message is to blame, so it is offered until that ends.
 * Anything else: backoffs, then the dead letter.
 The dead letter is acknowledged before the message is terminated; so nothing disappears in between.
 """
@@ -18,7 +19,7 @@ from nats.aio.msg import Msg
 from prometheus_client import Counter
 
 from polar_common import subjects
-from polar_common.errors import FromTheFuture, Poison
+from polar_common.errors import FromTheFuture, Poison, Unavailable
 from polar_common.ids import new_id
 
 from .client import Bus
@@ -42,9 +43,9 @@ async def settle(bus: Bus, consumer: str, msg: Msg, error: BaseException) -> Fai
         _log.error("parked: a newer version wrote this; upgrade this service", **where)
         await bus.reply(msg, _nak(_PARKED_S))
         return _count(consumer, "parked")
-    if not isinstance(error, Poison) and tries <= len(BACKOFFS_S):
+    if isinstance(error, Unavailable) or (tries <= len(BACKOFFS_S) and not isinstance(error, Poison)):
         _log.warning("handling failed, trying again", tries=tries, **where)
-        await bus.reply(msg, _nak(BACKOFFS_S[tries - 1]))
+        await bus.reply(msg, _nak(BACKOFFS_S[min(tries, len(BACKOFFS_S)) - 1]))
         return _count(consumer, "retried")
     _log.error("dead letter", tries=tries, **where)
     await bury(bus, consumer, meta.stream, from_delivery(msg), error, tries)
