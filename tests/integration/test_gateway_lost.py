@@ -111,6 +111,24 @@ async def test_a_gateway_that_is_cut_off_kills_its_runtime_and_stays_silent(
     assert state.attempts[1].exited is None
 
 
+async def test_a_gateway_that_was_stopped_beyond_its_lease_kills_its_runtime(
+    bus: Bus, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    """As a host that is suspended, or swaps for too long."""
+    await kit.short_leases(bus, 3.0)
+    mark = new_id()
+    with kit.process(nats_server.url, tmp_path) as one:
+        session = await kit.release(bus, kit.script(f"exec sh -c 'sleep 300; : {mark}'"))
+        assert await kit.there(mark)
+        one.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(5)
+        one.send_signal(signal.SIGCONT)
+        assert await kit.gone(mark)
+        state = await kit.over(bus, session)
+    assert state.attempts[1].lost is not None
+    assert state.attempts[1].exited is None
+
+
 async def test_sigterm_lets_short_work_finish_and_gives_up_the_rest(
     bus: Bus, nats_server: NatsServer, tmp_path: Path
 ) -> None:

@@ -51,6 +51,9 @@ class Lease:
             checkpoint()
             await asyncio.sleep(min(pause, left))
             asked = loop.time()
+            if asked >= lost_at:
+                # Perhaps this process was stopped. The server would confirm, though somebody else has the work.
+                break
             try:
                 timeout = max(0.05, min(self._ack_wait / 6, lost_at - asked))
                 await self._bus.reply(self._msg, b"+WPI", timeout=timeout)
