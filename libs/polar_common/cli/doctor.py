@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -20,7 +21,7 @@ from polar_common.archive.segments import active, due
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
-from polar_common.house.layout import Endpoint
+from polar_common.house.layout import Endpoint, House
 from polar_common.nats_server import find_binary
 from polar_common.settings import HouseSettings, cache_dir
 from polar_common.topology import DLQ, Topology, differences, live_topology
@@ -34,6 +35,7 @@ Verdict = Literal["ok", "note", "fail"]
 Line = tuple[str, Verdict, str]
 _VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "note", "fail": "fail"}
 _NODE_AT_LEAST = (20, 6)
+_SPACE = 1 << 30
 
 
 def doctor(data: DataOption = _DATA, json: JsonOption = False) -> None:
@@ -131,12 +133,21 @@ _MACHINE: tuple[Callable[[], Line], ...] = (
 
 
 def _house(found: Endpoint) -> list[Line]:
-    lines: list[Line] = []
+    lines: list[Line] = [_disk(found.data)] if House(found.data).read() is not None else []
     if found.nats:
         lines += asyncio.run(_log(found))
     if found.proxy:
         lines += _proxy(found)
     return lines
+
+
+def _disk(data: Path) -> Line:
+    """Without space the server answers no publish, and nothing that it says beforehand tells."""
+    disk = shutil.disk_usage(data)
+    text = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.1f} GB are free under {data}"
+    if disk.free < _SPACE:
+        return "disk", "fail", f"{text}: without space the log takes nothing until the house is started again"
+    return "disk", "note" if disk.free < disk.total / 10 else "ok", text
 
 
 async def _log(found: Endpoint) -> list[Line]:
