@@ -77,6 +77,8 @@ class Catalogue:
 
     async def claim_build(self, build: str, rules: str, rules_hash: str) -> None:
         """A build is made under one rule set: whoever claims its name first decides which. Raises ConfigError."""
+        if not build:
+            raise ConfigError("a build needs a name", "build")
         subject = f"{_PREFIX}.build.{token(build)}"
         body = orjson.dumps({"build": build, "rules": rules, "rules_hash": rules_hash})
         try:

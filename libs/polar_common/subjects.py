@@ -82,7 +82,7 @@ def build(build: str, session: str, event: str) -> str:
 
 def build_filter(segment: str, build: str | None = None) -> str:
     """Everything that builds (one, or any) said about sessions."""
-    return f"polar.events.{segment}.build.{token(build) if build else '*'}.>"
+    return f"polar.events.{segment}.build.{_or_any(build)}.>"
 
 
 def group(task: str) -> str:
@@ -116,14 +116,19 @@ def trace_closed(run: str, build: str, task: str) -> str:
     return f"polar.traces.{token(run)}.{token(build)}.{task}.closed"
 
 
+def _or_any(name: str | None) -> str:
+    """None alone means any: an empty name, as an unset variable gives it, is nobody's."""
+    return "*" if name is None else token(name)
+
+
 def trace_filter(run: str | None = None, build: str | None = None) -> str:
     """All traces of a run and build; None for any."""
-    return f"polar.traces.{token(run) if run else '*'}.{token(build) if build else '*'}.>"
+    return f"polar.traces.{_or_any(run)}.{_or_any(build)}.>"
 
 
 def closed_filter(run: str | None = None, build: str | None = None) -> str:
     """The groups that closed for a run and build; None for any."""
-    return f"polar.traces.{token(run) if run else '*'}.{token(build) if build else '*'}.*.closed"
+    return f"polar.traces.{_or_any(run)}.{_or_any(build)}.*.closed"
 
 
 def group_traces_filter(run: str, build: str, task: str) -> str:
@@ -133,7 +138,7 @@ def group_traces_filter(run: str, build: str, task: str) -> str:
 
 def manifests_filter(run: str | None = None, build: str | None = None) -> str:
     """The manifests of a run and build; None for any."""
-    return f"polar.traces.{token(run) if run else '*'}.{token(build) if build else '*'}.*.*.manifest"
+    return f"polar.traces.{_or_any(run)}.{_or_any(build)}.*.*.manifest"
 
 
 def session_traces_filter(run: str, build: str, task: str, session: str) -> str:

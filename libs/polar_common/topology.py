@@ -154,7 +154,9 @@ def work_consumer(work_class: str, segment: str = FIRST_SEGMENT, lease_s: float 
 
 def trainer_consumer(trainer: str, run: str | None, build: str | None, lease_s: float = ACK_WAIT_S) -> ConsumerSpec:
     """A trainer's own: the groups that closed for a run and build (None: any). Made when the trainer connects."""
-    return ConsumerSpec(f"trainer-{token(trainer)}", TRACES, (subjects.closed_filter(run, build),), "trainer", lease_s)
+    return ConsumerSpec(
+        f"trainer-{token(trainer)}", TRACES, (subjects.closed_filter(run or None, build or None),), "trainer", lease_s
+    )
 
 
 def consumers(topology: Topology) -> list[ConsumerSpec]:

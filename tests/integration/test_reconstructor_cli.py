@@ -101,8 +101,21 @@ async def test_a_choice_of_what_is_not_there_is_refused(house: list[Script]) -> 
     missing = house[0].session[:-1] + "7"
     with pytest.raises(ConfigError, match=f"no such session: {missing}$"):
         await polar("replay", "--build", "some", "--session", missing, "--session", house[0].session)
-    (some,) = [row for row in await polar("build", "list") if row["build"] == "some"]
-    assert some["sessions"] == 1
+    assert [row["build"] for row in await polar("build", "list")] == ["live"]
+    (made,) = await polar("replay", "--build", "some", "--session", house[0].session, "--rules", "per_request")
+    assert made["reconstructed"] == 1
+
+
+async def test_an_empty_name_is_no_builds_and_not_all_builds(house: list[Script], bus: Bus, tmp_path: Path) -> None:
+    before = await polar("trace", "show", house[0].session)
+    for command in (["build", "drop", ""], ["build", "show", ""], ["build", "diff", "", "live"]):
+        with pytest.raises(ConfigError, match="no build of that name"):
+            await polar(*command)
+    with pytest.raises(ConfigError, match="a build needs a name"):
+        await polar("replay", "--build", "")
+    (exported,) = await polar("export", str(tmp_path / "t.jsonl"), "--build", "")
+    assert exported["traces"] == 0
+    assert await polar("trace", "show", house[0].session) == before
 
 
 async def test_a_builds_traces_are_bounded_and_dropped(house: list[Script], monkeypatch: pytest.MonkeyPatch) -> None:

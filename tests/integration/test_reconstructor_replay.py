@@ -253,6 +253,18 @@ async def test_a_build_over_its_budget_ends_the_replay_and_can_be_dropped_and_ma
         await drop(bus, "nowhere")
 
 
+async def test_traces_that_were_dropped_before_their_group_closed_are_made_again_for_it(bus: Bus) -> None:
+    scripts = await live(bus, 2)
+    before = await bodies(bus, "live")
+    await drop(bus, "live")
+    closings = [m.event for m in await bus.read("POLAR_EVENTS_s1", [subjects.group(scripts[2].task)])]
+    assert isinstance(closings[0], GroupClosed)
+    assert await Reconstructor(bus, "live", BUILT_IN["exact"]).project(closings[0])
+    after = await bodies(bus, "live")
+    assert after == {subject: body for subject, body in before.items() if scripts[2].task in subject}
+    assert len(trace_ids(after)) == 4
+
+
 async def test_times_are_chosen_from_the_first_and_up_to_the_second(bus: Bus) -> None:
     script = (await live(bus, 1))[1]
     accepted = await bus.last(subjects.session(script.session, 0, "accepted"))

@@ -144,8 +144,6 @@ def replay(
         warn(f"{report.results['newer']} sessions are of a newer version: replay {name} again after an upgrade")
     if report.results["unreadable"]:
         warn(f"{report.results['unreadable']} groups weren't closed, their messages can't be read: `polar verify`")
-    if report.unknown:
-        raise ConfigError(f"no such session: {', '.join(sorted(report.unknown))}", "session")
 
 
 async def _processes(origin: Origin) -> int:

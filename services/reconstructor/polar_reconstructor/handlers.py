@@ -190,7 +190,12 @@ class Reconstructor:
         done = await self.bus.last(subjects.build(self.build, session, "reconstructed"))
         if done is None:
             return None
-        stored = await self.bus.last(subjects.trace_manifest(event.run, self.build, event.task, session))
+        subject = subjects.trace_manifest(event.run, self.build, event.task, session)
+        stored = await self.bus.last(subject)
+        if stored is None:
+            # Dropped before its group closed: a trainer that takes the group has to find it.
+            await self.reconstruct(session, await self.bus.read_session(session))
+            stored = await self.bus.last(subject)
         return None if stored is None else read_message(TraceManifest, stored.body, stored.subject)
 
 

@@ -5,7 +5,7 @@ Both give the same messages under the same sequences and times, so the traces ma
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +33,7 @@ class Origin(Protocol):
         """The highest sequence that is there now."""
         ...
 
-    def messages(self, sessions: Collection[str], until: int) -> AsyncIterator[Stored]:
+    def messages(self, sessions: Collection[str], until: int) -> AsyncGenerator[Stored, None]:
         """Sessions, completions and closed groups up to a sequence, in order; of the named sessions alone, if any."""
         ...
 
@@ -53,7 +53,7 @@ class Log:
     async def last(self) -> int:
         return int((await self._bus.js.stream_info(events_stream(self.segment))).state.last_seq)
 
-    async def messages(self, sessions: Collection[str], until: int) -> AsyncIterator[Stored]:
+    async def messages(self, sessions: Collection[str], until: int) -> AsyncGenerator[Stored, None]:
         filters = [subjects.ANY_SESSION, subjects.ANY_COMPLETION, subjects.ANY_GROUP_CLOSED]
         if sessions:
             filters = [f(s) for s in sorted(sessions) for f in (subjects.session_filter, subjects.completion_filter)]
@@ -87,7 +87,7 @@ class Archived:
     async def last(self) -> int:
         return self._last
 
-    async def messages(self, sessions: Collection[str], until: int) -> AsyncIterator[Stored]:
+    async def messages(self, sessions: Collection[str], until: int) -> AsyncGenerator[Stored, None]:
         async for stored in self._source.messages(self._stream):
             if stored.sequence > until:
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -74,8 +75,6 @@ class Report:
     """`reconstructed`, `failed`, `newer` (left to an upgraded replay), `there` (from an earlier try), and sessions
     `open` at the end; and `unreadable` closings."""
     groups: int = 0
-    unknown: set[str] = field(default_factory=set)
-    """Sessions that were named and aren't there."""
 
 
 class Replay:
@@ -106,7 +105,6 @@ class Replay:
         self._builders = builders or Here(self._maker)
         self._segment = origin.segment
         self._choice = choice or Choice()
-        self.report.unknown.update(self._choice.sessions)
         self._rate = rate
         self._budget = budget
         self._there = 0
@@ -126,14 +124,15 @@ class Replay:
     async def run(self) -> Report:
         """Go through what is there now.
 
-        Raises ConfigError if the build exists under other rules, has no place or is over its budget; Unavailable,
-        BlobError for damage.
+        Raises ConfigError if the build exists under other rules, has no place or is over its budget, or a named session
+        isn't there; Unavailable, BlobError for damage.
         """
         await self._place()
         await self._resume()
+        self.report.end = await self._origin.last()
+        await self._find_named()
         if not self._maker.dry:
             await self._maker.claim()
-        self.report.end = await self._origin.last()
         begun = asyncio.get_running_loop().time()
         try:
             async for stored in self._origin.messages(self._choice.sessions, self.report.end):
@@ -184,6 +183,18 @@ class Replay:
                 self._skipped.add(session)
                 self.report.results["there"] += 1
 
+    async def _find_named(self) -> None:
+        """Raises ConfigError where a named session isn't there: before the build's name is taken."""
+        missing = set(self._choice.sessions)
+        if not missing:
+            return
+        async with aclosing(self._origin.messages(self._choice.sessions, self.report.end)) as messages:
+            async for stored in messages:
+                missing.discard(stored.subject.split(".", 5)[4])
+                if not missing:
+                    return
+        raise ConfigError(f"no such session: {', '.join(sorted(missing))}", "session")
+
     def _within_budget(self) -> None:
         """Raises ConfigError where the build has more bytes than it may have."""
         made = self._there + self._builders.written
@@ -207,7 +218,6 @@ class Replay:
             await self._take_closing(stored)
             return
         session = tokens[4]
-        self.report.unknown.discard(session)
         if session in self._skipped:
             return
         if stored.subject.endswith(".0.accepted") and not await self._chosen(session, stored):
