@@ -87,6 +87,10 @@ class TraceStream:
         """Reason → groups not taken."""
         self._spec = trainer_consumer(trainer, run, build, _LEASE_S)
         self._progress = Progress(trainer, run, build)
+        self._run = run
+        self._demanded: tuple[int, int] | None = None
+        self._lacking = False
+        """Whether groups were dropped since the demand, which admission still counts."""
         self._segment = segment
         self._verify = verify
         self._policy_seq: int | None = None
@@ -150,15 +154,28 @@ class TraceStream:
                 await self.bus.reply(message, b"+ACK")
 
     async def demand(self, groups: int, staleness: int) -> None:
-        """Tell admission how many groups are wanted in flight, and how many versions they may lag behind."""
+        """Tell admission how many groups are wanted in flight, and how many versions they may lag behind.
+
+        It counts until the next one. When all that came was dropped the stream states it again by itself. Raises
+        ConfigError for less than none.
+        """
+        if groups < 0 or staleness < 0:
+            raise ConfigError(f"{groups} groups, {staleness} versions behind: at least 0", "demand")
         name, epoch = self._progress.trainer, self._progress.epoch
         last = await self.bus.last(subjects.trainer(self._segment, name, epoch, "*", "demanded"))
         number = int(last.subject.split(".")[6]) + 1 if last is not None else 0
         await self.bus.once(
             TrainerDemanded(
-                segment=self._segment, trainer=name, epoch=epoch, number=number, groups=groups, staleness=staleness
+                segment=self._segment,
+                run=self._run or "",
+                trainer=name,
+                epoch=epoch,
+                number=number,
+                groups=groups,
+                staleness=staleness,
             )
         )
+        self._demanded, self._lacking = (groups, staleness), False
 
     def _consumed(self, step: Step) -> TrainerConsumed:
         return TrainerConsumed(
@@ -220,6 +237,8 @@ class TraceStream:
             if room > 0:
                 await pull.want(room)
             message = await pull.next(timeout)
+            if message is None and self._lacking and self._demanded is not None:
+                await self.demand(*self._demanded)
             if message is None and asyncio.get_running_loop().time() - pull.heard > _SILENCE_S:
                 raise Unavailable("the consumer is silent")
             while message is not None:
@@ -272,6 +291,7 @@ class TraceStream:
         except Poison as error:
             _log.error("a closing can't be read", subject=message.subject, error=str(error))
             await bury(self.bus, self._spec.durable, TRACES, from_delivery(message), error)
+            self._lacking = True
             self.dropped["unreadable"] += 1
             self._progress.drop(sequence)
         return None
@@ -314,6 +334,7 @@ class TraceStream:
                 self._waiting[waiting.sequence] = waiting
                 raise
         if reason:
+            self._lacking = True
             self.dropped[reason] += 1
             self._progress.drop(waiting.sequence)
             _log.info("a group was dropped", task=closed.task, reason=reason)

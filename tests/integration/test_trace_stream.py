@@ -252,6 +252,26 @@ async def test_demand_is_numbered_on_the_log(bus: Bus, stream: TraceStream) -> N
     assert [(e.number, e.groups, e.staleness) for e in (m.event for m in found)] == [(0, 8, 2), (1, 4, 1)]  # type: ignore[attr-defined]
 
 
+async def test_what_was_dropped_is_demanded_again_once_nothing_else_is_there(bus: Bus) -> None:
+    stream = TraceStream(bus, trainer="t1", run="run", accept=Acceptance(zero_variance="drop"))
+    await stream.demand(3, 0)
+    for name, rewards in (("a", [1.0, 1.0]), ("b", [0.0, 1.0]), ("c", [1.0, 1.0])):
+        await close_group(bus, name, rewards)
+
+    async def demands() -> list[tuple[int, int, str]]:
+        found = await bus.read(f"POLAR_EVENTS_{FIRST_SEGMENT}", ["polar.events.*.trainer.t1.*.*.demanded"])
+        return [(e.number, e.groups, e.run) for e in (m.event for m in found)]  # type: ignore[attr-defined]
+
+    assert await stream.next(5) is not None
+    assert await demands() == [(0, 3, "run")]
+    for _ in range(2):
+        assert await stream.next(1.5) is None
+        assert await demands() == [(0, 3, "run"), (1, 3, "run")]
+    with pytest.raises(ConfigError, match="at least 0"):
+        await stream.demand(-1, 0)
+    await stream.close()
+
+
 @pytest.mark.parametrize(("order", "expected"), [("priority", "high low mid"), ("fifo", "low mid high")])
 async def test_orders(bus: Bus, order: Any, expected: str) -> None:
     named = {}

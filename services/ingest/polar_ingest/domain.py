@@ -8,6 +8,7 @@ happen once, by `scheduler.py`; of several schedulers that decide at once, one w
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -217,13 +218,16 @@ def release(world: World, rules: Rules) -> list[str]:
         return []
     taken: list[str] = []
     opening: set[str] = set()
+    flight = world.demands.in_flight() if rules.obey_demand else Counter[str]()
 
     def may_open(task: str) -> bool:
         if not rules.obey_demand or task in opening or world.tasks[task].opened:
             return True
-        if world.groups_in_flight + len(opening) >= (world.demanded or 0):
+        run = world.tasks[task].run
+        if not world.demands.room(run, flight):
             return False
         opening.add(task)
+        flight[run] += 1
         return True
 
     for work_class, queue in world.queues.items():

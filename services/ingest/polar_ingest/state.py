@@ -30,6 +30,7 @@ from polar_common.events import (
     TrainerDemanded,
 )
 
+from .demand import Demand
 from .entries import RunCounts, Session, Task, outcome_of
 from .fairness import FairQueue
 
@@ -71,11 +72,7 @@ class World:
         self.buckets: Counter[str] = Counter()
         self.dirty: set[str] = set()
         self.dirty_tasks: set[str] = set()
-        self.open_groups = 0
-        self.spent_groups: set[str] = set()
-        """Closed since the last demand and not consumed: still in flight for the trainer."""
-        self.demands: dict[str, tuple[int, int, int]] = {}
-        """Trainer → (epoch, number, groups)."""
+        self.demands = Demand()
 
     # -- folding
 
@@ -231,7 +228,7 @@ class World:
         task = self.tasks[session.task]
         if not task.opened:
             task.opened = True
-            self.open_groups += not task.closed
+            self.demands.open[task.run] += not task.closed
 
     def _moved(self, session: Session, before: str) -> None:
         after = session.bucket
@@ -287,21 +284,18 @@ class World:
     def _close(self, task: Task) -> None:
         task.closed = True
         if task.opened:
-            self.open_groups -= 1
+            self.demands.open[task.run] -= 1
             if self.demand:
-                self.spent_groups.add(task.id)
+                self.demands.closed(task.id, task.run)
         self.runs[task.run].groups_closed += 1
         self._forget(task)
 
     def _trainer(self, message: Message) -> None:
         event = message.event
         if isinstance(event, TrainerDemanded):
-            stated = (event.epoch, event.number, event.groups)
-            if stated[:2] > self.demands.get(event.trainer, (-1, -1, 0))[:2]:
-                self.demands[event.trainer] = stated
-                self.spent_groups.clear()
+            self.demands.demanded(event.trainer, event.run, event.groups)
         elif isinstance(event, TrainerConsumed):
-            self.spent_groups.difference_update(event.groups)
+            self.demands.consumed(event.groups)
 
     def _forget(self, task: Task) -> None:
         """Drop a task of which nothing more is to be decided."""
@@ -324,13 +318,8 @@ class World:
         return self.buckets["waiting"] + self.buckets["queued"]
 
     @property
-    def demanded(self) -> int | None:
-        """Groups that trainers want in flight; None while no trainer has said anything."""
-        return sum(groups for _, _, groups in self.demands.values()) if self.demands else None
-
-    @property
-    def groups_in_flight(self) -> int:
-        return self.open_groups + len(self.spent_groups)
+    def open_groups(self) -> int:
+        return self.demands.open.total()
 
     def is_waiting(self, session: str) -> bool:
         entry = self.sessions.get(session)

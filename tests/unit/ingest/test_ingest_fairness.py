@@ -149,8 +149,8 @@ def test_full_postrun_stops_release_and_infra_faults_dont_count() -> None:
     assert len(released(log)) == 2
 
 
-def demand(log: MemoryLog, number: int, groups: int, trainer: str = "t") -> None:
-    log.put(TrainerDemanded(segment="s1", trainer=trainer, epoch=0, number=number, groups=groups, staleness=1))
+def demand(log: MemoryLog, number: int, groups: int, trainer: str = "t", run: str = "") -> None:
+    log.put(TrainerDemanded(segment="s1", run=run, trainer=trainer, epoch=0, number=number, groups=groups, staleness=1))
 
 
 def finish(log: MemoryLog, task_id: str) -> None:
@@ -171,7 +171,7 @@ def test_demand_bounds_the_groups_in_flight() -> None:
     assert released(log) == []
     demand(log, 0, 2)
     assert len(released(log)) == 4
-    assert log.world.groups_in_flight == 2
+    assert log.world.open_groups == 2
     finish(log, tasks[0])
     assert released(log) == [], "closed, and neither consumed nor asked for anew"
     log.put(
@@ -187,15 +187,43 @@ def test_demand_bounds_the_groups_in_flight() -> None:
     assert len(released(log)) == 2
 
 
-def test_old_demands_dont_count_and_trainers_add_up() -> None:
+def test_a_trainers_last_demand_counts_and_trainers_add_up() -> None:
+    """Last in the log: one that starts anew, or returns to a checkpoint, may number its demands from 0 again."""
     log = MemoryLog(Rules(obey_demand=True))
     for i in range(9):
         log.accept(f"t{i}")
-    demand(log, 5, 2)
-    demand(log, 4, 9)
+    demand(log, 5, 9)
+    demand(log, 0, 2)
     demand(log, 0, 1, trainer="other")
-    assert log.world.demanded == 3
+    demand(log, 0, -1, trainer="odd")
     assert len(released(log)) == 3
+
+
+def test_a_trainer_that_stops_reading_neither_fills_the_log_nor_holds_up_another_run() -> None:
+    log = MemoryLog(Rules(obey_demand=True))
+    for run in ("a", "b"):
+        for i in range(20):
+            log.accept(f"t{i}", run=run)
+        demand(log, 0, 2, trainer=run, run=run)
+    opened: Counter[str] = Counter()
+    for step in range(6):
+        for session in released(log):
+            task = log.world.sessions[session].task
+            opened[log.world.tasks[task].run] += 1
+            finish(log, task)
+        # `b` has demanded once and reads nothing.
+        demand(log, step + 1, 2, trainer="a", run="a")
+    assert opened == {"a": 12, "b": 2}
+
+
+def test_a_trainer_of_all_runs_shares_what_it_wants() -> None:
+    log = MemoryLog(Rules(obey_demand=True))
+    for run in ("a", "b"):
+        for i in range(9):
+            log.accept(f"t{i}", run=run)
+    demand(log, 0, 3, trainer="a", run="a")
+    demand(log, 0, 2, trainer="all")
+    assert len(released(log)) == 5
 
 
 @pytest.mark.parametrize("obey", [False, True])
