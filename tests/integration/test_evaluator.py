@@ -19,6 +19,7 @@ from polar_common.errors import RuntimeUnavailable
 from polar_common.events import (
     EvaluationEvaluated,
     SessionArtifacts,
+    SessionCancelled,
     SessionClaimed,
     SessionEvent,
     SessionExited,
@@ -301,6 +302,22 @@ async def test_a_clean_copy_is_made_while_the_agent_runs_and_used_once(bus: Bus,
         await asyncio.gather(following, return_exceptions=True)
     assert (event.outcome, len(made)) == ("passed", 2)
     assert os.listdir(tmp_path / "run" / "evaluations") == []
+
+
+async def test_a_cancelled_session_is_evaluated_no_further(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
+    root = tmp_path / "run" / "evaluations"
+    with kit.process(nats_server.url, tmp_path, "polar_evaluator", evaluator_slots=1):
+        slow = await ended(bus, task({"command": "sleep 100"}, name="slow"), answer=b"x")
+        async with asyncio.timeout(10):
+            while not root.is_dir() or not os.listdir(root):
+                await asyncio.sleep(0.02)
+        await advance(bus, slow, SessionCancelled(session=slow, attempt=0, last_attempt=1))
+        async with asyncio.timeout(10):
+            while os.listdir(root):
+                await asyncio.sleep(0.02)
+        next_one = await ended(bus, task({"command": "true"}, name="next"), answer=b"x")
+        assert (await evaluated(bus, next_one)).outcome == "passed"
+    assert await bus.last(subjects.evaluation(slow, 1, "live", "evaluated")) is None
 
 
 async def test_the_process_evaluates_reaps_and_stops_cleanly(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from polar_common.errors import BusError, ConfigError, Conflict, EvaluationError
 from polar_common.events import EvaluationEvaluated, SessionArtifacts
 from polar_common.packing import BlobRef
 from polar_common.session_state import Attempt, SessionState, fold
+from polar_common.tasks import cancel_and_wait
 from polar_runtime import Runtime, RuntimeSpec, make_runtime
 
 from .clean import Copies
@@ -52,6 +54,8 @@ class Evaluations:
         self._find = find_evaluator
         self.copies = Copies(settings, self._blobs, make)
         self.prewarmed = Prewarmed(bus, self.copies, settings.segment, settings.evaluator_prewarmed)
+        self.prewarmed.on_cancelled = self._give_up
+        self._under_way: dict[str, asyncio.Future[EvaluationEvaluated]] = {}
 
     async def on_artifacts(self, lease: Lease) -> None:
         """One delivery of an attempt's `artifacts`."""
@@ -65,7 +69,7 @@ class Evaluations:
             return
         current = state.attempts[attempt]
         try:
-            event = await self._evaluated(artifacts, current)
+            event = await self._unless_cancelled(artifacts, current)
         except BusError:
             raise
         except PolarError as error:
@@ -73,7 +77,22 @@ class Evaluations:
                 raise
             _log.error("not evaluated", session=session, attempt=attempt, error=str(error), tries=lease.deliveries)
             event = _failed(artifacts, current, error)
-        await self._publish(event)
+        if event is not None:
+            await self._publish(event)
+
+    async def _unless_cancelled(self, artifacts: SessionArtifacts, attempt: Attempt) -> EvaluationEvaluated | None:
+        """None where the session is cancelled meanwhile: nobody waits for it any more."""
+        work = self._under_way[artifacts.session] = asyncio.ensure_future(self._evaluated(artifacts, attempt))
+        try:
+            await asyncio.wait({work})
+            return None if work.cancelled() else work.result()
+        finally:
+            self._under_way.pop(artifacts.session, None)
+            await cancel_and_wait(work)
+
+    def _give_up(self, session: str) -> None:
+        if session in self._under_way:
+            self._under_way[session].cancel()
 
     async def _state(self, session: str, at_least: int) -> SessionState:
         return fold(session, await self._bus.read_session(session, completions=False, at_least=at_least))

@@ -7,6 +7,7 @@ nobody needs any more, is removed as soon as the log says so.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
@@ -35,6 +36,8 @@ class Prewarmed:
         self._stream = events_stream(segment)
         self._limit = limit
         self._warm: dict[str, asyncio.Task[Runtime | None]] = {}
+        self.on_cancelled: Callable[[str], None] = lambda _session: None
+        """Called with each session that was cancelled while `follow` runs."""
 
     async def follow(self) -> None:
         """Prepare and remove copies as sessions run and end, until cancelled; then remove all."""
@@ -42,6 +45,8 @@ class Prewarmed:
         try:
             async for stored in follow(self._bus, self._stream, [subjects.ANY_RUNNING, *_OVER], after=newest):
                 session = stored.subject.split(".")[4]
+                if stored.subject.endswith(".cancelled"):
+                    self.on_cancelled(session)
                 if not stored.subject.endswith(".running"):
                     await self.drop(session)
                 elif session not in self._warm and len(self._warm) < self._limit:
