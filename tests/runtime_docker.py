@@ -182,7 +182,7 @@ def containers(host: str, root: Path | None = None) -> list[str]:
     label = f"polar.root={root.absolute()}" if root else "polar.attempt"
     client = docker.DockerClient(base_url=host)
     try:
-        return [c.id for c in client.containers.list(all=True, filters={"label": label})]
+        return [c["Id"] for c in client.api.containers(all=True, filters={"label": label})]
     finally:
         client.close()
 
