@@ -14,12 +14,12 @@ from tests.scripted_sessions import Script
 from typer.testing import CliRunner
 
 from polar_common import subjects
+from polar_common.blobs import Blobs
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, TraceError
 from polar_common.events import ImageRef
 from polar_common.ids import FIRST_SEGMENT, task_id
 from polar_common.nats_server import NatsServer
-from polar_common.packing import BlobRef
 from polar_reconstructor import cli
 from polar_reconstructor.export import check, read_rows
 from polar_reconstructor.handlers import Reconstructor
@@ -163,7 +163,7 @@ async def test_exports_come_back_as_they_were(house: list[Script], tmp_path: Pat
 async def test_pictures_are_exported_as_references_and_checked(
     bus: Bus, house: list[Script], tmp_path: Path, ending: str
 ) -> None:
-    ref = BlobRef(sha256="a" * 64, size=9, media_type="image/png")
+    ref = await Blobs(bus, FIRST_SEGMENT).put(b"\x89PNG no", "image/png")
     script = Script(task=task_id(FIRST_SEGMENT, "run", "pictures")).started()
     script.call("c1", [1, 7, 7], [10, E], images=(ImageRef(message=0, part=0, blob=ref, span=(1, 2)),)).ended()
     await script.publish(bus)

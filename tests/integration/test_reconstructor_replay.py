@@ -19,9 +19,10 @@ from tests.scripted_sessions import Script
 from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, Unavailable
-from polar_common.events import BuildFailed, BuildReconstructed, GroupClosed, GroupMember, SessionAccepted
+from polar_common.events import BuildFailed, BuildReconstructed, GroupClosed, GroupMember, ImageRef, SessionAccepted
 from polar_common.ids import FIRST_SEGMENT, task_id
 from polar_common.nats_server import NatsServer
+from polar_common.packing import BlobRef
 from polar_common.topology import TRACES
 from polar_common.traces import GroupTraces, Trace
 from polar_reconstructor.builds import diff, drop, read_build, summaries
@@ -263,6 +264,24 @@ async def test_traces_that_were_dropped_before_their_group_closed_are_made_again
     after = await bodies(bus, "live")
     assert after == {subject: body for subject, body in before.items() if scripts[2].task in subject}
     assert len(trace_ids(after)) == 4
+
+
+async def test_a_picture_that_is_missing_fails_its_session_whoever_builds_it(bus: Bus, nats_server: NatsServer) -> None:
+    picture = ImageRef(message=0, part=0, blob=BlobRef(sha256="a" * 64, size=9, media_type="image/png"))
+    script = Script().started().call("c1", [1, 7], [10, E], images=(picture,)).ended()
+    await script.publish(bus)
+    end = await bus.last(subjects.session(script.session, 1, "artifacts"))
+    assert end is not None
+    await Reconstructor(bus, "live", BUILT_IN["exact"]).on_ended(end)
+    await replay(bus, "here")
+    builders = Processes(nats_server.url, "there", BUILT_IN["exact"], 1)
+    try:
+        await replay(bus, "there", builders=builders)
+    finally:
+        builders.close()
+    for build in ("live", "here", "there"):
+        (fact,) = (await read_build(bus, FIRST_SEGMENT, build)).values()
+        assert isinstance(fact, BuildFailed) and "a picture of its prompts: blob aaaa" in fact.reason, build
 
 
 async def test_times_are_chosen_from_the_first_and_up_to_the_second(bus: Bus) -> None:

@@ -114,12 +114,15 @@ class Reconstructor:
 
     async def _bring(self, session: str, pictures: Iterable[BlobRef]) -> None:
         """Pictures that traces name have to be where the traces are. Raises BlobError."""
-        if self._read_blob is None:
-            return
         blobs = self.blobs(session)
+        read = self._read_blob or blobs.get
         for ref in pictures:
             if not await blobs.has(ref):
-                await blobs.put_as(ref, await self._read_blob(ref))
+                try:
+                    body = await read(ref)
+                except BlobError as error:
+                    raise BlobError(f"a picture of its prompts: {error}") from error
+                await blobs.put_as(ref, body)
 
     async def fetch(self, prepared: Prepared) -> Mapping[str, bytes]:
         """The blobs a build needs. Raises BlobError naming the column that lacks one."""
