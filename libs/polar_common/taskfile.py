@@ -10,12 +10,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from .built_in import check_arguments
 from .errors import ConfigError
 from .task_spec import TaskSpec
 
 __all__ = ["MAX_FILE", "load_tasks", "where_of"]
 
 MAX_FILE = 64 << 20
+_MORE = 5
 _TOP = {"run", "defaults", "tasks"}
 
 
@@ -57,10 +59,25 @@ def _task(base: Path, defaults: Mapping[str, Any], raw: object, number: int) -> 
     if isinstance(evaluator, dict) and (folder := evaluator.pop("dir", None)) is not None:
         evaluator["files"] = _read_dir(base, folder, f"{where}.evaluator.dir") | evaluator.get("files", {})
     try:
-        return TaskSpec.model_validate(value)
+        spec = TaskSpec.model_validate(value)
+        # Here for all of the file at once: it's handed in by parts. Names are the house's to judge.
+        check_arguments(spec)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(first["msg"], where_of(where, first["loc"])) from error
+        raise _invalid(where, error) from error
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(f"{error.where}: "), f"{where}.{error.where}") from error
+    return spec
+
+
+def _invalid(where: str, error: ValidationError) -> ConfigError:
+    """All that is wrong with a task: the first, then the others in words."""
+    first, *others = (
+        (where_of(where, e["loc"]), "unknown field" if e["type"] == "extra_forbidden" else e["msg"])
+        for e in error.errors()
+    )
+    more = "".join(f"; {place}: {said}" for place, said in others[:_MORE])
+    more += f"; and {len(others) - _MORE} more" if len(others) > _MORE else ""
+    return ConfigError(first[1] + more, first[0])
 
 
 def _from_source(value: dict[str, Any], where: str) -> dict[str, Any]:

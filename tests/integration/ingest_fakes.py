@@ -38,7 +38,8 @@ from polar_ingest.settings import IngestSettings
 
 def task(id: str = "t", **fields: Any) -> dict[str, Any]:
     """A valid task as a client writes it."""
-    return {"id": id, "instruction": "do it", "harness": {"name": "command"}, **fields}
+    harness = {"name": "command", "args": {"argv": ["agent"]}}
+    return {"id": id, "instruction": "do it", "harness": harness, "evaluator": {"command": "true"}, **fields}
 
 
 @dataclass

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from polar_common.errors import RequestError
+from polar_common.built_in import check_arguments, check_names
+from polar_common.errors import ConfigError, RequestError
 from polar_common.events import Event, SessionAccepted, TaskAccepted
 from polar_common.ids import sessions_of, task_id
 from polar_common.packing import BlobRef
@@ -120,6 +121,12 @@ def _checked(
     for name, value in spec.limits:
         if isinstance(value, float) and not (math.isfinite(value) and value <= _MAX_SECONDS):
             raise RequestError("at most ten years", path=_path(where, ("limits", name)))
+    try:
+        check_names(spec)
+        check_arguments(spec)
+    except ConfigError as error:
+        message = str(error).removeprefix(f"{error.where}: ")
+        raise RequestError(message, path=_path(where, (error.where,))) from error
     if spec.callback and (problem := _bad_url(spec.callback)):
         raise RequestError(problem, path=_path(where, ("callback",)))
     _check_files(spec.files, where)

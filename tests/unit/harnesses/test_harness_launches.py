@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from polar_common.built_in import EVALUATORS, HARNESSES, RUNTIMES
 from polar_common.errors import ConfigError, HarnessError
+from polar_evaluator.evaluators import registry as evaluators
 from polar_gateway.harnesses import registry, toolchain
 from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe
+from polar_runtime.registry import kinds
 
 BASE = "http://127.0.0.1:41417/s/KEY"
 CONTEXT = LaunchContext("Fix the bug", "/workspace", "/home/agent", BASE, "KEY", "some-model", 12345, 678)
@@ -242,3 +245,10 @@ def test_qwen_code_samples_anew_where_a_stream_broke() -> None:
     settings = json.loads(next(text for path, text in made.files.items() if path.endswith(".qwen/settings.json")))
     told = settings["model"]["generationConfig"]
     assert {500, 502, 503} <= set(told["retryErrorCodes"]) and told["retryInitialDelayMs"] <= 1000
+
+
+def test_what_is_known_at_submission_is_what_there_is() -> None:
+    assert registry._BUILT_IN.keys() == HARNESSES.keys()
+    for name, model in HARNESSES.items():
+        assert registry.find(name).known_args == model.model_fields.keys()
+    assert set(RUNTIMES) <= set(kinds()) and set(EVALUATORS) <= set(evaluators.names())

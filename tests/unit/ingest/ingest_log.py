@@ -18,7 +18,7 @@ from polar_common.events import (
     SessionQueued,
     SessionSealed,
 )
-from polar_common.task_spec import HarnessSpec, TaskSpec
+from polar_common.task_spec import EvaluatorSpec, HarnessSpec, TaskSpec
 from polar_ingest.decisions import Applied, group_event, session_event
 from polar_ingest.domain import CloseGroup, Decision, Rules, decide, decide_group
 from polar_ingest.entries import Session, Task
@@ -30,7 +30,9 @@ HASH = "0" * 64
 
 
 def spec(id: str = "t", **fields: Any) -> TaskSpec:
-    return TaskSpec(id=id, instruction="do", harness=HarnessSpec(name="command"), **fields)
+    harness = HarnessSpec(name="command", args={"argv": ["agent"]})
+    fields.setdefault("evaluator", EvaluatorSpec(command="true"))
+    return TaskSpec(id=id, instruction="do", harness=harness, **fields)
 
 
 @dataclass
@@ -59,7 +61,7 @@ class MemoryLog:
     def accept(self, id: str = "t", run: str = "r", samples: int = 1, **fields: Any) -> Task:
         import orjson
 
-        body = {"id": id, "instruction": "do", "harness": {"name": "command"}, "samples": samples, **fields}
+        body = {**spec(id).model_dump(mode="json"), "samples": samples, **fields}
         [one] = parse(orjson.dumps(body), run=run, segment="s1", work_classes=("local", "docker"), spec_limit=1 << 20)
         for event in task_events(one, None):
             self.put(event)

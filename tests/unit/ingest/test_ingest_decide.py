@@ -133,7 +133,7 @@ def test_a_silent_owner_of_a_cancelled_session() -> None:
 
 
 def test_artifacts_without_an_evaluation_wait_for_it_then_fail() -> None:
-    log, _, session = made(Rules(evaluation_patience_s=500), evaluator={"timeout_s": 100})
+    log, _, session = made(Rules(evaluation_patience_s=500), evaluator={"command": "true", "timeout_s": 100})
     log.start(session)
     log.exit(session)
     assert log.decide(session) == log.now + 600

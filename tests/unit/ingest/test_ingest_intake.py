@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import tarfile
 from typing import Any
 
@@ -18,7 +19,12 @@ from polar_ingest.api import check_exposure
 from polar_ingest.body import open_path
 from polar_ingest.intake import Submission, pack_files, parse, task_events
 
-GOOD: dict[str, Any] = {"id": "t", "instruction": "do", "harness": {"name": "command"}}
+GOOD: dict[str, Any] = {
+    "id": "t",
+    "instruction": "do",
+    "harness": {"name": "command", "args": {"argv": ["agent"]}},
+    "evaluator": {"command": "true"},
+}
 
 
 def read(value: Any, spec_limit: int = 1 << 20) -> list[Submission]:
@@ -68,6 +74,45 @@ def test_what_is_wrong_is_named(value: Any, where: str, status: int) -> None:
         read(value)
     assert (caught.value.path, caught.value.status) == (where, status)
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("changed", "where", "said"),
+    [
+        ({"harness": {"name": "comand"}}, "harness.name", "aider, claude_code, codex, command"),
+        ({"harness": {"name": "my.module:"}}, "harness.name", "module:Class"),
+        ({"harness": {"name": "pi@"}}, "harness.name", "no version"),
+        ({"harness": {"name": "command"}}, "harness.args", "needs either `argv` or `script`"),
+        ({"harness": {"name": "command", "args": {"argv": "ls"}}}, "harness.args.argv", "a list of texts"),
+        ({"harness": {"name": "command", "args": {"argvs": ["ls"]}}}, "harness.args", "no argument 'argvs'"),
+        ({"harness": {"name": "pi", "args": {"api": "smtp"}}}, "harness.args.api", "openai-chat"),
+        ({"harness": {"name": "pi@0.70.1", "args": {"option": []}}}, "harness.args", "no argument 'option'"),
+        ({"harness": {"name": "lm_eval"}}, "harness.args.tasks", "is needed"),
+        ({"harness": {"name": "claude_code", "args": {"max_turns": 0}}}, "harness.args.max_turns", "1"),
+        ({"evaluator": {}}, "evaluator.command", "needs a command"),
+        ({"evaluator": {"command": "x", "reward_file": "/r"}}, "evaluator.reward_file", "working directory"),
+        ({"evaluator": {"kind": "anser"}}, "evaluator.kind", "answer, command, humaneval"),
+        ({"evaluator": {"kind": "answer", "args": {"expectd": "x"}}}, "evaluator.args", "no argument 'expectd'"),
+        ({"evaluator": {"kind": "answer", "args": {}}}, "evaluator.args.expected", "is needed"),
+        (
+            {"evaluator": {"kind": "answer", "args": {"expected": ["ok", "("], "mode": "regex"}}},
+            "evaluator.args.expected",
+            "no regular expression",
+        ),
+        ({"evaluator": {"kind": "humaneval", "args": {"test": "x"}}}, "evaluator.args.entry_point", "is needed"),
+        ({"runtime": {"kind": "dokcer", "work_class": "local"}}, "runtime.kind", "docker, local"),
+    ],
+)
+def test_what_no_built_in_takes_is_refused_before_anything_runs(changed: dict[str, Any], where: str, said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)) as caught:
+        read({"tasks": [GOOD, {**GOOD, "id": "u", **changed}]})
+    assert (caught.value.path, caught.value.status) == (f"tasks[1].{where}", 400)
+
+
+def test_ones_own_classes_are_taken_as_they_are() -> None:
+    own = {"name": "my.module:MyHarness", "args": {"anything": 1}}
+    [one] = read({**GOOD, "harness": own, "evaluator": {"kind": "my.module:Judge", "args": {"x": []}}})
+    assert one.spec.harness.args == {"anything": 1}
 
 
 def test_the_same_task_twice_in_a_request_is_one() -> None:

@@ -47,7 +47,7 @@ class Lives(RuleBasedStateMachine):
     @initialize(samples=st.integers(1, 3))
     def accept(self, samples: int) -> None:
         before = len(self.log.events)
-        self.log.accept(samples=samples, limits=LIMITS, evaluator={"timeout_s": 10})
+        self.log.accept(samples=samples, limits=LIMITS, evaluator={"command": "true", "timeout_s": 10})
         for number, event in enumerate(self.log.events[before:], before + 1):
             self.messages.append((Applied(event.subject(), number, self.log.log_time, event), self.log.now))
 

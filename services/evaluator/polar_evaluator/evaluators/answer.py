@@ -6,14 +6,14 @@ import asyncio
 import json
 import sys
 
+from polar_common.built_in import AnswerArgs, read_args
 from polar_common.errors import ConfigError, EvaluationError
 from polar_common.task_spec import EvaluatorSpec
 
-from .base import Case, Evaluator, Verdict
+from .base import ARGS, Case, Evaluator, Verdict
 
 __all__ = ["AnswerEvaluator"]
 
-_MODES = ("exact", "contains", "regex")
 _REGEX_S = 10.0
 # A pattern may take for ever on an answer that was made for it, so it runs where it can be killed.
 _MATCH = """
@@ -29,31 +29,19 @@ class AnswerEvaluator(Evaluator):
     `regex`, which may match anywhere), `ignore_case`. White space at both ends doesn't count."""
 
     name = "answer"
-    known_args = frozenset({"expected", "mode", "ignore_case"})
+    known_args = frozenset(AnswerArgs.model_fields)
 
     def check(self, spec: EvaluatorSpec) -> None:
         super().check(spec)
-        _expected(spec)
-        if spec.args.get("mode", "exact") not in _MODES:
-            raise ConfigError(f"must be one of {', '.join(_MODES)}", "evaluator.args.mode")
-        if not isinstance(spec.args.get("ignore_case", False), bool):
-            raise ConfigError("must be true or false", "evaluator.args.ignore_case")
+        read_args(AnswerArgs, spec.args, ARGS)
 
     async def evaluate(self, case: Case) -> Verdict:
         text = case.answer.decode(errors="replace").strip()
-        mode, ignore = case.spec.args.get("mode", "exact"), bool(case.spec.args.get("ignore_case", False))
-        for expected in _expected(case.spec):
-            if await _matches(expected, text, mode, ignore):
+        args = read_args(AnswerArgs, case.spec.args, ARGS)
+        for expected in args.expected:
+            if await _matches(expected, text, args.mode, args.ignore_case):
                 return Verdict(True)
         return Verdict(False, detail=f"the answer is {text[:200]!r}")
-
-
-def _expected(spec: EvaluatorSpec) -> list[str]:
-    value = spec.args.get("expected")
-    wanted = [value] if isinstance(value, str) else value
-    if not isinstance(wanted, list | tuple) or not wanted or not all(isinstance(w, str) and w for w in wanted):
-        raise ConfigError("must be a text or a list of texts", "evaluator.args.expected")
-    return list(wanted)
 
 
 async def _matches(expected: str, text: str, mode: str, ignore_case: bool) -> bool:
@@ -87,5 +75,5 @@ async def _regex(pattern: str, text: str, ignore_case: bool) -> bool:
             process.kill()
             await process.wait()
     if errors:
-        raise ConfigError(errors.decode(errors="replace").strip()[-300:], "evaluator.args.expected")
+        raise ConfigError(errors.decode(errors="replace").strip()[-300:], f"{ARGS}.expected")
     return process.returncode == 0

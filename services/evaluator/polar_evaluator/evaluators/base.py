@@ -12,11 +12,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from polar_common.errors import ConfigError
+from polar_common.built_in import check_known
 from polar_common.task_spec import EvaluatorSpec, TaskSpec
 from polar_runtime import Runtime
 
-__all__ = ["Case", "Clean", "Evaluator", "Verdict"]
+__all__ = ["ARGS", "Case", "Clean", "Evaluator", "Verdict"]
+
+
+ARGS = "evaluator.args"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,7 @@ class Evaluator(ABC):
     def check(self, spec: EvaluatorSpec) -> None:
         """Refuse a spec that makes no sense, and arguments that this evaluator doesn't have. Raises ConfigError naming
         the field."""
-        if unknown := sorted(set(spec.args) - self.known_args):
-            told = ", ".join(sorted(self.known_args)) or "none"
-            raise ConfigError(f"{spec.kind} has no argument {unknown[0]!r}; it has: {told}", "evaluator.args")
+        check_known(spec.kind, self.known_args, spec.args, ARGS)
 
     @abstractmethod
     async def evaluate(self, case: Case) -> Verdict:

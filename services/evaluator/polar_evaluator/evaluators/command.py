@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 
-from polar_common.errors import ConfigError, EvaluationError
+from polar_common.built_in import check_command
+from polar_common.errors import EvaluationError
 from polar_common.task_spec import EvaluatorSpec
 from polar_runtime import Runtime
 
@@ -28,10 +29,7 @@ class CommandEvaluator(Evaluator):
 
     def check(self, spec: EvaluatorSpec) -> None:
         super().check(spec)
-        if not spec.command.strip():
-            raise ConfigError("needs a command", "evaluator.command")
-        if spec.reward_file.startswith("/") or ".." in spec.reward_file.split("/"):
-            raise ConfigError("must lie in the working directory", "evaluator.reward_file")
+        check_command(spec)
 
     async def evaluate(self, case: Case) -> Verdict:
         spec = case.spec

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 
-from polar_common.errors import ConfigError
+from polar_common.built_in import HumanEvalArgs, read_args
 from polar_common.ids import new_id
 from polar_common.task_spec import EvaluatorSpec
 from polar_runtime import Runtime
 
-from .base import Case, Evaluator, Verdict
+from .base import ARGS, Case, Evaluator, Verdict
 from .running import run
 
 __all__ = ["HumanEvalEvaluator", "candidate_code"]
@@ -41,35 +41,28 @@ class HumanEvalEvaluator(Evaluator):
     else all of it). A candidate without the function's definition continues the prompt."""
 
     name = "humaneval"
-    known_args = frozenset({"prompt", "test", "entry_point", "file"})
+    known_args = frozenset(HumanEvalArgs.model_fields)
 
     def check(self, spec: EvaluatorSpec) -> None:
         super().check(spec)
-        for name in ("test", "entry_point"):
-            if not _text(spec, name):
-                raise ConfigError("is needed", f"evaluator.args.{name}")
-        if not _text(spec, "entry_point").isidentifier():
-            raise ConfigError("must be a function's name", "evaluator.args.entry_point")
-        for name in ("prompt", "file"):
-            _text(spec, name)
+        read_args(HumanEvalArgs, spec.args, ARGS)
 
     async def evaluate(self, case: Case) -> Verdict:
-        spec = case.spec
+        args = read_args(HumanEvalArgs, case.spec.args, ARGS)
         async with case.clean() as runtime:
-            answer = await _candidate(runtime, case)
+            answer = await _candidate(runtime, case, args.file)
             if answer is None:
-                return Verdict(False, detail=f"no file {_text(spec, 'file')}")
-            code = candidate_code(answer, _text(spec, "prompt"), _text(spec, "entry_point"))
-            return await self._tested(runtime, case, code)
+                return Verdict(False, detail=f"no file {args.file}")
+            return await self._tested(runtime, case, args, candidate_code(answer, args.prompt, args.entry_point))
 
-    async def _tested(self, runtime: Runtime, case: Case, code: str) -> Verdict:
+    async def _tested(self, runtime: Runtime, case: Case, args: HumanEvalArgs, code: str) -> Verdict:
         place = f"{runtime.home}/.polar"
         programs = [f"{place}/candidate.py", f"{place}/tests.py"]
-        runner = _RUNNER % (programs, _text(case.spec, "entry_point"))
+        runner = _RUNNER % (programs, args.entry_point)
         await runtime.upload(
             {
                 programs[0]: code.encode(errors="replace"),
-                programs[1]: _text(case.spec, "test").encode(),
+                programs[1]: args.test.encode(),
                 f"{place}/run.py": runner.encode(),
             }
         )
@@ -88,8 +81,7 @@ class HumanEvalEvaluator(Evaluator):
         return Verdict(passed, exit_code=ran.exit_code, detail="" if passed else detail, log=log)
 
 
-async def _candidate(runtime: Runtime, case: Case) -> str | None:
-    path = _text(case.spec, "file")
+async def _candidate(runtime: Runtime, case: Case, path: str) -> str | None:
     if not path:
         return case.answer[:_MAX_CODE].decode(errors="replace")
     found = await runtime.download([path], max_bytes=_MAX_CODE)
@@ -118,10 +110,3 @@ def _without_function(prompt: str, name: str) -> str:
     """The part of the prompt before the function."""
     found = re.search(rf"^(?:@.*\n)*def {re.escape(name)}\b", prompt, re.MULTILINE)
     return prompt[: found.start()] if found else ""
-
-
-def _text(spec: EvaluatorSpec, name: str) -> str:
-    value = spec.args.get(name, "")
-    if not isinstance(value, str) or "\0" in value:
-        raise ConfigError("must be a text", f"evaluator.args.{name}")
-    return value

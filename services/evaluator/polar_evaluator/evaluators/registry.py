@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import entry_points
 
+from polar_common.built_in import known_names
 from polar_common.errors import ConfigError
 
 from .base import Evaluator
@@ -22,7 +23,7 @@ _BUILT_IN = {
 
 def names() -> list[str]:
     """All names that `find` knows."""
-    return sorted({*_BUILT_IN, *(e.name for e in entry_points(group=_GROUP))})
+    return known_names(_GROUP, _BUILT_IN)
 
 
 def find(name: str) -> Evaluator:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe, choice, dump, texts
+from polar_common.built_in import AiderArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Exit, Harness, Launch, LaunchContext, Recipe, dump
 
 __all__ = ["Aider"]
 
@@ -18,14 +19,15 @@ class Aider(Harness):
     version = "0.86.2"
     recipe = Recipe("pip", (f"aider-chat=={version}",), probe="venv/bin/python")
     apis = ("openai-chat",)
-    known_args = frozenset({"files", "edit_format", "options"})
+    known_args = frozenset(AiderArgs.model_fields)
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
+        args = read_args(AiderArgs, ctx.args, ARGS)
         message = f"{ctx.home}/.polar/message.txt"
         metadata = f"{ctx.home}/.polar/model.json"
         argv = [f"{ctx.toolchain}/venv/bin/python", "-m", "aider", "--model", f"openai/{ctx.model}"]
-        argv += ["--edit-format", choice(ctx.args, "edit_format", ("whole", "diff", "udiff")), "--yes-always"]
+        argv += ["--edit-format", args.edit_format, "--yes-always"]
         argv += ["--no-git", "--no-analytics", "--analytics-disable", "--no-check-update", "--no-show-model-warnings"]
         argv += [
             "--no-show-release-notes",
@@ -50,8 +52,8 @@ class Aider(Harness):
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
         files = {message: ctx.instruction, metadata: dump({f"openai/{ctx.model}": limits})}
-        argv += texts(ctx.args, "options")
-        return Launch((*argv, "--", *texts(ctx.args, "files")), env, files)
+        argv += args.options
+        return Launch((*argv, "--", *args.files), env, files)
 
     def classify_exit(self, exit_code: int, output_tail: str) -> Exit:
         """Errors of the model's side are only in the output."""

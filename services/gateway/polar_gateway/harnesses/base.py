@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
+from polar_common.built_in import check_known, folders_of, servers_of, text_of, texts_of
 from polar_common.errors import ConfigError
 
-__all__ = ["TOOLCHAIN", "Exit", "Harness", "Launch", "LaunchContext", "Recipe"]
+__all__ = ["ARGS", "TOOLCHAIN", "Exit", "Harness", "Launch", "LaunchContext", "Recipe"]
 
+T = TypeVar("T")
+ARGS = "harness.args"
 TOOLCHAIN = "/polar/harness"
 """Where a toolchain is mounted in every sandbox."""
 
@@ -123,60 +126,52 @@ class Harness(ABC):
         """Refuse what no command line can carry, and arguments that this harness doesn't have."""
         if "\0" in ctx.instruction:
             raise ConfigError("contains a NUL byte, which no command line or prompt can carry", "instruction")
-        if unknown := sorted(set(ctx.args) - self.known_args):
-            known = ", ".join(sorted(self.known_args)) or "none"
-            raise ConfigError(f"{self.name} has no argument {unknown[0]!r}; it has: {known}", "harness.args")
+        check_known(self.name, self.known_args, ctx.args, ARGS)
 
 
-# Reading a task's arguments, which come from JSON.
+# Reading a task's arguments in an adapter of one's own; the built-in ones have models in `polar_common.built_in`.
 
 
 def text(args: Mapping[str, object], name: str, default: str = "") -> str:
     """A string argument. `ConfigError` for anything else."""
-    value = args.get(name, default)
-    if not isinstance(value, str) or "\0" in value:
-        raise ConfigError("must be a text", f"harness.args.{name}")
-    return value
+    return _read(text_of, args.get(name, default), name)
 
 
 def texts(args: Mapping[str, object], name: str) -> list[str]:
     """A list of strings, empty by default. `ConfigError` for anything else."""
-    value = args.get(name, [])
-    if not isinstance(value, list | tuple) or not all(isinstance(v, str) and "\0" not in v for v in value):
-        raise ConfigError("must be a list of texts", f"harness.args.{name}")
-    return [str(v) for v in value]
+    return _read(texts_of, args.get(name, []), name)
 
 
 def choice(args: Mapping[str, object], name: str, options: tuple[str, ...]) -> str:
     """One of `options`, the first by default. `ConfigError` for anything else."""
     value = text(args, name, options[0])
     if value not in options:
-        raise ConfigError(f"must be one of {', '.join(options)}, not {value!r}", f"harness.args.{name}")
+        raise ConfigError(f"must be one of {', '.join(options)}, not {value!r}", f"{ARGS}.{name}")
     return value
 
 
 def servers(args: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """`mcp_servers`: name → `{command, args, env}` or `{url, headers}`. `ConfigError` for anything else."""
-    value = args.get("mcp_servers", {})
-    found: dict[str, dict[str, object]] = {}
-    for name, server in value.items() if isinstance(value, Mapping) else [("", None)]:
-        if not isinstance(server, Mapping) or ("command" in server) == ("url" in server):
-            raise ConfigError("needs either `command` or `url`", f"harness.args.mcp_servers.{name}")
-        found[str(name)] = {str(k): v for k, v in server.items()}
-    return found
+    return _read(servers_of, args.get("mcp_servers", {}), "mcp_servers")
 
 
 def skills(args: Mapping[str, object], directory: str) -> dict[str, str]:
     """`skills`: folders with a `SKILL.md`, relative to the working directory or absolute in it, HOME or `/tmp`.
 
     Returns where in `directory` each goes, by its own name → the folder. `ConfigError` for anything else."""
-    found: dict[str, str] = {}
-    for folder in texts(args, "skills"):
-        place = f"{directory}/{PurePosixPath(folder).name}"
-        if PurePosixPath(folder).name in ("", "..") or place in found:
-            raise ConfigError(f"must be folders with names of their own, not {folder!r}", "harness.args.skills")
-        found[place] = folder
-    return found
+    return placed(_read(folders_of, args.get("skills", []), "skills"), directory)
+
+
+def placed(folders: Sequence[str], directory: str) -> dict[str, str]:
+    """Where in `directory` each folder goes, by its own name → the folder."""
+    return {f"{directory}/{PurePosixPath(folder).name}": folder for folder in folders}
+
+
+def _read(as_: Callable[[object], T], value: object, name: str) -> T:
+    try:
+        return as_(value)
+    except ValueError as error:
+        raise ConfigError(str(error), f"{ARGS}.{name}") from error
 
 
 def dump(value: object) -> str:

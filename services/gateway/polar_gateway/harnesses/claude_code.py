@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import json
 
-from polar_gateway.harnesses.base import (
-    Exit,
-    Harness,
-    Launch,
-    LaunchContext,
-    Recipe,
-    dump,
-    servers,
-    skills,
-    text,
-    texts,
-)
+from polar_common.built_in import ClaudeCodeArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Exit, Harness, Launch, LaunchContext, Recipe, dump, placed
 
 __all__ = ["ClaudeCode"]
 
@@ -34,34 +24,34 @@ class ClaudeCode(Harness):
     version = "2.1.332"
     recipe = Recipe("npm", (f"@anthropic-ai/claude-code@{version}",), probe=_BINARY)
     apis = ("anthropic",)
-    known_args = frozenset(
-        {"mcp_servers", "skills", "append_system_prompt", "allowed_tools", "disallowed_tools", "max_turns", "options"}
-    )
+    known_args = frozenset(ClaudeCodeArgs.model_fields)
     session_header = "x-claude-code-session-id"
     subagent_header = "x-claude-code-agent-id"
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
+        args = read_args(ClaudeCodeArgs, ctx.args, ARGS)
         argv = [f"{ctx.toolchain}/{_BINARY}", "-p", "--output-format", "json", "--model", ctx.model]
         argv += ["--dangerously-skip-permissions"]
         files = {}
-        if found := servers(ctx.args):
+        if found := args.mcp_servers:
             path = f"{ctx.home}/.polar/mcp.json"
             files[path] = dump({"mcpServers": found})
             argv += ["--mcp-config", path, "--strict-mcp-config"]
-        if prompt := text(ctx.args, "append_system_prompt"):
+        if prompt := args.append_system_prompt:
             argv += ["--append-system-prompt", prompt]
-        for name in ("allowed_tools", "disallowed_tools"):
-            if tools := texts(ctx.args, name):
-                argv += [f"--{name.replace('_', '-')}", ",".join(tools)]
-        if turns := text(ctx.args, "max_turns"):
-            argv += ["--max-turns", turns]
+        if args.allowed_tools:
+            argv += ["--allowed-tools", ",".join(args.allowed_tools)]
+        if args.disallowed_tools:
+            argv += ["--disallowed-tools", ",".join(args.disallowed_tools)]
+        if turns := args.max_turns:
+            argv += ["--max-turns", str(turns)]
         return Launch(
-            (*argv, *texts(ctx.args, "options")),
+            (*argv, *args.options),
             self._environment(ctx),
             files,
             stdin=ctx.instruction.encode(),
-            folders=skills(ctx.args, f"{ctx.home}/.claude/skills"),
+            folders=placed(args.skills, f"{ctx.home}/.claude/skills"),
         )
 
     def _environment(self, ctx: LaunchContext) -> dict[str, str]:
@@ -70,6 +60,7 @@ class ClaudeCode(Harness):
             "ANTHROPIC_API_KEY": ctx.api_key,
             "ANTHROPIC_SMALL_FAST_MODEL": ctx.model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(ctx.context_window),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(ctx.max_tokens_per_call),
             "CLAUDE_CODE_MAX_RETRIES": str(ctx.retries),
             "API_TIMEOUT_MS": str(int(ctx.call_timeout_s * 1000)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, servers, skills, texts
+from polar_common.built_in import CodexArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Harness, Launch, LaunchContext, Recipe, placed
 
 __all__ = ["Codex"]
 
@@ -24,24 +25,25 @@ class Codex(Harness):
     version = "0.171.0"
     recipe = Recipe("npm", (f"@openai/codex@{version}",), probe=_BINARY)
     apis = ("openai-responses",)
-    known_args = frozenset({"mcp_servers", "skills", "options"})
+    known_args = frozenset(CodexArgs.model_fields)
     session_header = "session-id"
     subagent_header = "x-openai-subagent"
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
+        args = read_args(CodexArgs, ctx.args, ARGS)
         argv = (f"{ctx.toolchain}/{_BINARY}", "exec", "--skip-git-repo-check", "--json")
         env = {"POLAR_API_KEY": ctx.api_key, "CODEX_HOME": f"{ctx.home}/.codex"}
-        files = {f"{ctx.home}/.codex/config.toml": self._config(ctx)}
+        files = {f"{ctx.home}/.codex/config.toml": self._config(ctx, args)}
         return Launch(
-            (*argv, *texts(ctx.args, "options"), "-"),
+            (*argv, *args.options, "-"),
             env,
             files,
             stdin=ctx.instruction.encode(),
-            folders=skills(ctx.args, f"{ctx.home}/.codex/skills"),
+            folders=placed(args.skills, f"{ctx.home}/.codex/skills"),
         )
 
-    def _config(self, ctx: LaunchContext) -> str:
+    def _config(self, ctx: LaunchContext, args: CodexArgs) -> str:
         sections: dict[str, dict[str, object]] = {
             "": {
                 "model": ctx.model,
@@ -65,7 +67,7 @@ class Codex(Harness):
             "features": {"plugins": False, "apps": False},
             "analytics": {"enabled": False},
         }
-        for name, server in servers(ctx.args).items():
+        for name, server in args.mcp_servers.items():
             sections[f"mcp_servers.{json.dumps(name)}"] = server
         return "\n".join(_section(name, values) for name, values in sections.items())
 

@@ -6,8 +6,8 @@ answer.
 
 from __future__ import annotations
 
-from polar_common.errors import ConfigError
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, text, texts
+from polar_common.built_in import CommandArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Harness, Launch, LaunchContext
 
 __all__ = ["Command"]
 
@@ -25,13 +25,12 @@ class Command(Harness):
     name = "command"
     version = ""
     apis = ("openai-chat", "openai-responses", "anthropic", "google")
-    known_args = frozenset({"argv", "script", "env"})
+    known_args = frozenset(CommandArgs.model_fields)
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
-        argv, script = texts(ctx.args, "argv"), text(ctx.args, "script")
-        if bool(argv) == bool(script):
-            raise ConfigError("needs either `argv` or `script`", "harness.args")
+        args = read_args(CommandArgs, ctx.args, ARGS)
+        argv, script = args.argv, args.script
         instruction = f"{ctx.home}/.polar/instruction.txt"
         files = {instruction: ctx.instruction}
         if script:
@@ -40,7 +39,7 @@ class Command(Harness):
             files[path] = script
             argv = ["/bin/sh", path]
         env = self._environment(ctx) | {"POLAR_INSTRUCTION_FILE": instruction}
-        return Launch(tuple(argv), env | _env(ctx), files, stdin=ctx.instruction.encode())
+        return Launch(tuple(argv), env | args.env, files, stdin=ctx.instruction.encode())
 
     def _environment(self, ctx: LaunchContext) -> dict[str, str]:
         env = {
@@ -57,10 +56,3 @@ class Command(Harness):
         if len(ctx.instruction.encode()) < _MAX_ENV:
             env["POLAR_INSTRUCTION"] = ctx.instruction
         return env
-
-
-def _env(ctx: LaunchContext) -> dict[str, str]:
-    value = ctx.args.get("env", {})
-    if not isinstance(value, dict) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
-        raise ConfigError("must map names to texts", "harness.args.env")
-    return dict(value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe, dump, servers, skills, texts
+from polar_common.built_in import GeminiCliArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Exit, Harness, Launch, LaunchContext, Recipe, dump, placed
 
 __all__ = ["GeminiCli"]
 
 _PACKAGE = "@google/gemini-cli"
 _CLI = f"node_modules/{_PACKAGE}/bundle/gemini.js"
+_WINDOW = 1_048_576
 
 
 class GeminiCli(Harness):
@@ -21,25 +23,28 @@ class GeminiCli(Harness):
     version = "0.61.0"
     recipe = Recipe("npm", (f"{_PACKAGE}@{version}",), node=(20, 0), probe=_CLI)
     apis = ("google",)
-    known_args = frozenset({"mcp_servers", "skills", "options"})
+    known_args = frozenset(GeminiCliArgs.model_fields)
     stops_group_only = True
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
+        args = read_args(GeminiCliArgs, ctx.args, ARGS)
         settings: dict[str, object] = {
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "disableAutoUpdate": True, "disableUpdateNag": True},
             "security": {"auth": {"selectedType": "gemini-api-key"}},
-            "mcpServers": servers(ctx.args),
+            # Its own half, of a window that it takes to be a Gemini's whatever the model.
+            "model": {"compressionThreshold": 0.5 * ctx.context_window / _WINDOW},
+            "mcpServers": args.mcp_servers,
         }
         argv = [f"{ctx.toolchain}/bin/node", f"{ctx.toolchain}/{_CLI}", "--yolo", "--skip-trust", "-m", ctx.model]
         return Launch(
-            (*argv, *texts(ctx.args, "options")),
+            (*argv, *args.options),
             {"GEMINI_API_KEY": ctx.api_key, "GOOGLE_GEMINI_BASE_URL": ctx.base_url},
             {f"{ctx.home}/.gemini/settings.json": dump(settings)},
             stdin=ctx.instruction.encode(),
-            folders=skills(ctx.args, f"{ctx.home}/.gemini/skills"),
+            folders=placed(args.skills, f"{ctx.home}/.gemini/skills"),
         )
 
     def classify_exit(self, exit_code: int, output_tail: str) -> Exit:

@@ -6,8 +6,8 @@ names what is run, and the task's files hold its definition.
 
 from __future__ import annotations
 
-from polar_common.errors import ConfigError
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, text, texts
+from polar_common.built_in import LmEvalArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Harness, Launch, LaunchContext, Recipe
 
 __all__ = ["LmEval"]
 
@@ -20,26 +20,24 @@ class LmEval(Harness):
     version = "0.4.13"
     recipe = Recipe("pip", (f"lm-eval[api]=={version}",), probe="venv/bin/python")
     apis = ("openai-chat",)
-    known_args = frozenset({"tasks", "include_path", "limit", "concurrent", "options"})
+    known_args = frozenset(LmEvalArgs.model_fields)
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
-        tasks = texts(ctx.args, "tasks")
-        if not tasks:
-            raise ConfigError("lm_eval needs at least one task", "harness.args.tasks")
+        args = read_args(LmEvalArgs, ctx.args, ARGS)
         model = {
             "model": ctx.model,
             "base_url": f"{ctx.base_url}/v1/chat/completions",
-            "num_concurrent": text(ctx.args, "concurrent", "2"),
+            "num_concurrent": str(args.concurrent),
             "max_retries": str(ctx.retries),
             "max_gen_toks": str(ctx.max_tokens_per_call),
             "timeout": str(int(ctx.call_timeout_s)),
         }
         argv = [f"{ctx.toolchain}/venv/bin/python", "-m", "lm_eval", "run", "--model", "local-chat-completions"]
         argv += ["--model_args", ",".join(f"{k}={v}" for k, v in model.items()), "--apply_chat_template"]
-        argv += ["--tasks", ",".join(tasks), "--include_path", text(ctx.args, "include_path", ctx.workdir)]
+        argv += ["--tasks", ",".join(args.tasks), "--include_path", args.include_path or ctx.workdir]
         argv += ["--output_path", f"{ctx.workdir}/results", "--log_samples"]
-        if limit := text(ctx.args, "limit"):
-            argv += ["--limit", limit]
+        if args.limit is not None:
+            argv += ["--limit", f"{args.limit:g}"]
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        return Launch((*argv, *texts(ctx.args, "options")), {"OPENAI_API_KEY": ctx.api_key, **offline})
+        return Launch((*argv, *args.options), {"OPENAI_API_KEY": ctx.api_key, **offline})

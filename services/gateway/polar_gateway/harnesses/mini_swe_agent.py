@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe, texts
+from polar_common.built_in import MiniSweAgentArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Exit, Harness, Launch, LaunchContext, Recipe
 
 __all__ = ["MiniSweAgent"]
 
@@ -17,12 +18,13 @@ class MiniSweAgent(Harness):
     version = "2.4.6"
     recipe = Recipe("pip", (f"mini-swe-agent=={version}", "litellm==1.110.2"), probe="venv/bin/python")
     apis = ("openai-chat",)
-    known_args = frozenset({"options"})
+    known_args = frozenset(MiniSweAgentArgs.model_fields)
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
+        args = read_args(MiniSweAgentArgs, ctx.args, ARGS)
         argv = [f"{ctx.toolchain}/venv/bin/python", "-m", "minisweagent.run.mini", "-m", f"openai/{ctx.model}", "-y"]
-        argv += ["--exit-immediately", "-o", f"{ctx.home}/trajectory.json", *texts(ctx.args, "options")]
+        argv += ["--exit-immediately", "-o", f"{ctx.home}/trajectory.json", *args.options]
         env = {
             "OPENAI_API_KEY": ctx.api_key,
             "OPENAI_API_BASE": f"{ctx.base_url}/v1",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, dump, servers, skills, texts
+from polar_common.built_in import OpenCodeArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Harness, Launch, LaunchContext, Recipe, dump, placed
 
 __all__ = ["OpenCode"]
 
@@ -20,12 +21,13 @@ class OpenCode(Harness):
     version = "1.18.33"
     recipe = Recipe("npm", (f"opencode-ai@{version}",), probe=_BINARY)
     apis = ("openai-chat",)
-    known_args = frozenset({"mcp_servers", "skills", "options"})
+    known_args = frozenset(OpenCodeArgs.model_fields)
     session_header = "x-session-id"
     subagent_header = "x-parent-session-id"
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
+        args = read_args(OpenCodeArgs, ctx.args, ARGS)
         limit = {"context": ctx.context_window, "output": ctx.max_tokens_per_call}
         model = {"name": ctx.model, "limit": limit}
         options = {"baseURL": f"{ctx.base_url}/v1", "apiKey": ctx.api_key, "timeout": int(ctx.call_timeout_s * 1000)}
@@ -44,7 +46,7 @@ class OpenCode(Harness):
                     "models": {ctx.model: model},
                 }
             },
-            "mcp": {name: _server(server) for name, server in servers(ctx.args).items()},
+            "mcp": {name: _server(server) for name, server in args.mcp_servers.items()},
         }
         env = {
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
@@ -52,8 +54,8 @@ class OpenCode(Harness):
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         }
         files = {f"{ctx.home}/.config/opencode/opencode.json": dump(config)}
-        argv = (f"{ctx.toolchain}/{_BINARY}", "run", *texts(ctx.args, "options"))
-        folders = skills(ctx.args, f"{ctx.home}/.config/opencode/skills")
+        argv = (f"{ctx.toolchain}/{_BINARY}", "run", *args.options)
+        folders = placed(args.skills, f"{ctx.home}/.config/opencode/skills")
         return Launch(argv, env, files, stdin=ctx.instruction.encode(), folders=folders)
 
 

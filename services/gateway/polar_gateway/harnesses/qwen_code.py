@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, dump, servers, skills, texts
+from polar_common.built_in import QwenCodeArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Harness, Launch, LaunchContext, Recipe, dump, placed
 
 __all__ = ["QwenCode"]
 
@@ -22,10 +23,11 @@ class QwenCode(Harness):
     version = "0.24.4"
     recipe = Recipe("npm", (f"{_PACKAGE}@{version}",), node=(20, 0), probe=_CLI)
     apis = ("openai-chat",)
-    known_args = frozenset({"mcp_servers", "skills", "options"})
+    known_args = frozenset(QwenCodeArgs.model_fields)
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
+        args = read_args(QwenCodeArgs, ctx.args, ARGS)
         settings: dict[str, object] = {
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
@@ -40,15 +42,15 @@ class QwenCode(Harness):
                     "retryErrorCodes": [500, 502, 503, 504, 529],
                     "retryInitialDelayMs": 1000,
                     "retryMaxDelayMs": 30_000,
-                    "contextWindowSize": ctx.context_window,
+                    "contextWindowSize": max(ctx.context_window, ctx.context_window * 85 // 100 + 33_000),
                     "samplingParams": {"max_tokens": ctx.max_tokens_per_call},
                 },
             },
-            "mcpServers": servers(ctx.args),
+            "mcpServers": args.mcp_servers,
         }
         argv = [f"{ctx.toolchain}/bin/node", f"{ctx.toolchain}/{_CLI}", "--yolo", "--auth-type", "openai"]
         return Launch(
-            (*argv, *texts(ctx.args, "options")),
+            (*argv, *args.options),
             {
                 "OPENAI_API_KEY": ctx.api_key,
                 "OPENAI_BASE_URL": f"{ctx.base_url}/v1",
@@ -57,5 +59,5 @@ class QwenCode(Harness):
             },
             {f"{ctx.home}/.qwen/settings.json": dump(settings)},
             stdin=ctx.instruction.encode(),
-            folders=skills(ctx.args, f"{ctx.home}/.qwen/skills"),
+            folders=placed(args.skills, f"{ctx.home}/.qwen/skills"),
         )

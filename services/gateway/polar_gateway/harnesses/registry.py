@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from importlib.metadata import entry_points
 
+from polar_common.built_in import VERSION, known_names
 from polar_common.errors import ConfigError
 from polar_gateway.harnesses.base import Harness
 
@@ -33,7 +34,7 @@ _BUILT_IN = {
 
 def names() -> list[str]:
     """All names that `find` knows."""
-    return sorted({*_BUILT_IN, *(e.name for e in entry_points(group=_GROUP))})
+    return known_names(_GROUP, _BUILT_IN)
 
 
 def find(name: str) -> Harness:
@@ -47,7 +48,7 @@ def _pinned(harness: Harness, version: str) -> Harness:
     """The harness with another version of its program; the pinned one is the one that is tested."""
     if harness.recipe.kind == "none":
         raise ConfigError(f"{harness.name} installs nothing that has a version", "harness.name")
-    if not re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z.+-]*", version):
+    if not re.fullmatch(VERSION, version):
         raise ConfigError(f"{version!r} is no version", "harness.name")
     first, *others = harness.recipe.packages
     packages = (first.removesuffix(harness.version) + version, *others)
