@@ -17,6 +17,7 @@ from polar_common.keys import verify
 from polar_common.packing import BlobRef
 from polar_common.task_spec import HarnessSpec, TaskSpec
 from polar_gateway.house import House
+from polar_runtime.local import LocalRuntime
 
 pytestmark = pytest.mark.nats
 
@@ -55,13 +56,18 @@ async def test_a_session_runs_from_queued_to_artifacts(bus: Bus, tmp_path: Path)
 async def test_the_session_key_says_who_calls_and_for_how_long(bus: Bus, tmp_path: Path) -> None:
     out = tmp_path / "seen"
     out.mkdir()
-    spec = kit.script(f"echo $OPENAI_API_KEY > {out}/key; echo $OPENAI_BASE_URL > {out}/url")
+    spec = kit.script(
+        f"echo $OPENAI_API_KEY > {out}/key; echo $OPENAI_BASE_URL > {out}/url",
+        limits={"calls": 7, "max_tokens_per_call": 50, "total_tokens": 900},
+        sampling={"temperature": 0.7, "thinking": "follow"},
+    )
     async with kit.gateway(bus, kit.settings(tmp_path, gateway_isolation="none")):
         session = await kit.release(bus, spec)
         state = await kit.over(bus, session)
     key = verify((out / "key").read_text().strip(), {"k1": kit.SECRET.encode()})
     assert key is not None
     assert (key.session, key.attempt, key.run, key.model) == (session, 1, "run", "policy")
+    assert (key.calls, key.max_tokens_per_call, key.total_tokens, key.sampling) == (7, 50, 900, spec.sampling)
     claimed = state.attempts[1].claimed
     assert claimed is not None
     assert 0 <= key.expires - claimed.attempt_deadline.timestamp() <= 62
@@ -85,6 +91,40 @@ async def test_a_timeout_yields_what_was_done_and_ends_the_tree(bus: Bus, tmp_pa
     assert kit.names(state)[-3:] == ["sealed", "exited", "artifacts"]
     assert "+partial" in await body(bus, attempt.artifacts.patch)
     assert (await body(bus, attempt.artifacts.answer)).startswith("told")
+
+
+async def test_the_key_is_sealed_before_anything_is_killed_and_the_end_told_after(bus: Bus, tmp_path: Path) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Watched(LocalRuntime):
+        """Notes the last event when it ends commands, and when it is removed."""
+
+        async def note(self, what: str) -> None:
+            state = await kit.load(bus, self.spec.label.rpartition(".")[0])
+            seen.append((what, kit.names(state)[-1]))
+
+        async def cancel(self) -> None:
+            await self.note("cancel")
+            await super().cancel()
+
+        async def stop(self) -> None:
+            await self.note("stop")
+            await super().stop()
+
+    def watched(house: House) -> None:
+        house.make_runtime = Watched
+
+    async with kit.gateway(bus, kit.settings(tmp_path), adapt=watched):
+        late = kit.script("sleep 300", name="late", limits={"attempt_s": 1, "postrun_reserve_s": 0})
+        await kit.over(bus, await kit.release(bus, late))
+        session = await kit.release(bus, kit.script("sleep 300", name="cancelled"))
+        await kit.phase(bus, session, "running")
+        await kit.cancel(bus, session)
+        await kit.over(bus, session)
+    assert seen.count(("cancel", "sealed")) == 2
+    # The second look comes when the attempt is let go of, and removes nothing more.
+    assert {at for what, at in seen if what == "stop"} <= {"sealed", "artifacts"}
+    assert seen.index(("stop", "sealed")) < seen.index(("stop", "artifacts"))
 
 
 async def test_a_timeout_before_the_harness_runs_isnt_the_agents(bus: Bus, tmp_path: Path) -> None:
@@ -271,6 +311,16 @@ async def test_chosen_files_are_kept_without_the_key(bus: Bus, tmp_path: Path) -
     assert "removed" in await body(bus, artifacts.files["/home/agent/logs/a.txt"])
 
 
+async def test_what_is_told_of_a_harness_is_without_its_key(bus: Bus, tmp_path: Path) -> None:
+    spec = kit.script('echo "$OPENAI_API_KEY"; echo "$OPENAI_API_KEY" >&2; exit 3')
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        attempt = (await kit.over(bus, await kit.release(bus, spec))).attempts[1]
+    assert attempt.exited is not None and attempt.artifacts is not None
+    log, answer = await body(bus, attempt.artifacts.log), await body(bus, attempt.artifacts.answer)
+    told = (log, answer, attempt.exited.log_tail, attempt.exited.detail)
+    assert [text.count("[session key removed]") for text in told] == [2, 1, 2, 1]
+
+
 async def test_fifty_sessions_in_bounded_pools_leave_nothing(bus: Bus, tmp_path: Path) -> None:
     made = kit.settings(tmp_path, gateway_init_slots=3, gateway_ready=2, gateway_slots=4, gateway_postrun_slots=2)
     mark = new_id()
@@ -294,6 +344,7 @@ async def test_fifty_sessions_in_bounded_pools_leave_nothing(bus: Bus, tmp_path:
         await asyncio.sleep(0.1)
         info = await bus.js.consumer_info("POLAR_EVENTS_s1", "gateway-local")
     assert all(s.attempts[1].exited is not None and s.attempts[1].exited.fault == "none" for s in states)
+    assert len({s.attempts[1].initialized.harness_config_hash for s in states if s.attempts[1].initialized}) == 1
     assert (info.num_ack_pending, info.num_pending) == (0, 0)
     assert seen["init"] <= 3 and seen["ready"] <= 2 and seen["running"] <= 4 and seen["postrun"] <= 2
     assert (pools.init.used, pools.ready.used, pools.running.used, pools.postrun.used) == (0, 0, 0, 0)
