@@ -16,6 +16,7 @@ from polar_common.bus import Bus
 from polar_common.errors import RequestError
 from polar_common.events import (
     EvaluationEvaluated,
+    Outcome,
     PolicyPublished,
     SessionAccepted,
     SessionClaimed,
@@ -29,6 +30,7 @@ from polar_common.task_spec import HarnessSpec, TaskSpec
 
 pytestmark = [pytest.mark.nats, pytest.mark.chdb]
 STREAM = "POLAR_EVENTS_s1"
+SID = "s1-aaaaaaaaaaaaaaaaaaaa"
 
 
 @pytest.fixture
@@ -39,19 +41,19 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     await opened.close()
 
 
-async def session(bus: Bus, number: int, reward: float) -> None:
-    sid = f"s1-aaaaaaaaaaaaaaaaaaaa-{number}"
-    about = {"session": sid, "task": "s1-aaaaaaaaaaaaaaaaaaaa", "run": "r"}
+async def session(bus: Bus, number: int, reward: float | None, exit_code: int = 0) -> None:
+    about = {"session": f"{SID}-{number}", "task": SID, "run": "r"}
     spec = TaskSpec(id="t", instruction="do", harness=HarnessSpec(name="pi"))
     at = (await bus.once(SessionAccepted(**about, attempt=0, index=number, work_class="local"))).sequence
     for event in (
         SessionQueued(**about, attempt=1, work_class="local", spec=spec),
         SessionClaimed(**about, attempt=1, gateway="g", attempt_deadline=now(), session_deadline=now()),
-        SessionExited(**about, attempt=1, exit_code=0, run_s=2.0),
+        SessionExited(**about, attempt=1, exit_code=exit_code, run_s=2.0),
     ):
         at = (await bus.transition(event, at)).sequence
-    outcome = "passed" if reward else "failed"
-    await bus.once(EvaluationEvaluated(**about, attempt=1, evaluator="command", outcome=outcome, reward=reward))
+    outcome: Outcome = "infra_error" if reward is None else "passed" if reward > 0 else "failed"
+    judged = {"outcome": outcome, "reward": reward, "details": {"cause": "config"} if reward is None else {}}
+    await bus.once(EvaluationEvaluated(**about, attempt=1, evaluator="command", **judged))
     done = SessionCompleted(**about, attempt=0, last_attempt=1, outcome=outcome, reward=reward, evaluation="live")
     await bus.transition(done, at)
 
@@ -79,6 +81,19 @@ async def test_sessions_outcomes_and_rewards_are_as_the_log_says(bus: Bus, store
     spread = await store.query("SELECT sessions, mean_reward, pass_share FROM reward_distribution")
     assert spread.rows[0] == pytest.approx([3, 2 / 3, 2 / 3])
     assert (await store.query("SELECT count(), max(run_s) FROM session_length")).rows == [[3, 2.0]]
+
+
+async def test_what_has_no_reward_isnt_a_reward_of_zero_and_penalties_stay_negative(bus: Bus, store: Store) -> None:
+    await session(bus, 0, -0.5, exit_code=-9)
+    await session(bus, 1, None)
+    await bus.once(SessionAccepted(session=f"{SID}-2", task=SID, run="r", attempt=0, index=2, work_class="local"))
+    await project(bus, store)
+    found = await store.query("SELECT outcome, reward, exit_code, cause FROM sessions ORDER BY session")
+    assert found.rows == [["failed", -0.5, -9, ""], ["infra_error", None, 0, "evaluation"], ["", None, None, ""]]
+    assert (await store.query("SELECT avg(reward) FROM sessions")).rows == [[-0.5]]
+    spread = await store.query("SELECT sessions, rewarded, mean_reward, rewards FROM reward_distribution")
+    assert spread.rows == [[2, 1, -0.5, [-0.5]]]
+    assert (await store.query("SELECT reward FROM evaluations ORDER BY session")).rows == [[-0.5], [None]]
 
 
 async def test_projecting_again_changes_nothing_and_rebuilding_gives_the_same(bus: Bus, store: Store) -> None:

@@ -143,7 +143,7 @@ async def test_a_reward_file_sets_the_reward_and_the_agents_own_is_removed(bus: 
         assert (first.outcome, first.reward) == ("passed", 0.25)
         patch = await patch_of(tmp_path, forged, "echo 1000 > r.json")
         second = await evaluated(bus, await ended(bus, forged, patch=patch), timeout=90)
-        assert (second.outcome, second.reward) == ("infra_error", 0.0)
+        assert (second.outcome, second.reward) == ("infra_error", None)
         third = await evaluated(bus, await ended(bus, crashes, answer=b"x"))
         assert (third.outcome, third.reward, third.exit_code) == ("failed", 0.0, 3)
 

@@ -55,6 +55,8 @@ def _default(kind: str) -> Any:
     base = kind.partition(" CODEC")[0].removeprefix("LowCardinality(").rstrip(")")
     if kind.startswith("DateTime64"):
         return EPOCH
+    if kind.startswith("Nullable"):
+        return None
     if kind.startswith("Array"):
         return []
     if kind.startswith("Map"):
@@ -168,7 +170,7 @@ def _sealed(e: SessionSealed, s: Stored) -> list[tuple[str, Row]]:
 
 def _exited(e: SessionExited, s: Stored) -> list[tuple[str, Row]]:
     told = {
-        "exit_code": -1 if e.exit_code is None else e.exit_code,
+        "exit_code": e.exit_code,
         "fault": e.fault,
         "cause": e.cause,
         "run_s": e.run_s,
@@ -188,7 +190,12 @@ def _lost(e: SessionLost, s: Stored) -> list[tuple[str, Row]]:
 
 
 def _completed(e: SessionCompleted, s: Stored) -> list[tuple[str, Row]]:
-    return [_fact(e, ended=s.time, state="completed", outcome=e.outcome, reward=e.reward, has_reward=1)]
+    told = {"outcome": e.outcome, "reward": e.reward, "has_reward": _has(e.reward), "cause": e.cause}
+    return [_fact(e, ended=s.time, state="completed", **told)]
+
+
+def _has(reward: float | None) -> int:
+    return int(reward is not None)
 
 
 def _failed(e: SessionFailed, s: Stored) -> list[tuple[str, Row]]:
@@ -339,8 +346,8 @@ def _group(e: GroupClosed, s: Stored) -> list[tuple[str, Row]]:
             time=s.time,
             closed_by=e.by,
             outcome=m.outcome or "",
-            reward=m.reward or 0.0,
-            has_reward=int(m.reward is not None),
+            reward=m.reward,
+            has_reward=_has(m.reward),
             trainable=int(m.trainable),
             reason=m.reason,
             attempts=m.attempts,

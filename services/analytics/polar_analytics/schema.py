@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 __all__ = ["TABLES", "VERSION", "Table", "create_statements"]
 
-VERSION = 1
+VERSION = 2
 """Raise it when a table changes: the projection is then rebuilt from the log."""
 
 S, U, F, B, T = "String", "UInt64", "Float64", "UInt8", "DateTime64(6, 'UTC')"
+NF, NI = "Nullable(Float64)", "Nullable(Int64)"
+"""NULL where there is none: a reward may be negative, and so may an exit code."""
 LS = "LowCardinality(String)"
 
 
@@ -33,7 +35,7 @@ _SESSION = {
     "session": S, "task": S, "run": S, "idx": U, "harness": S, "harness_version": S, "runtime": S, "isolation": S,
     "work_class": S, "model": S, "gateway": S, "attempts": U, "accepted": T, "queued": T, "claimed": T,
     "initialized": T, "running": T, "sealed": T, "exited": T, "artifacts": T, "reconstructed": T, "evaluated": T,
-    "ended": T, "state": S, "outcome": S, "reward": F, "has_reward": B, "exit_code": "Int64", "timed_out": B,
+    "ended": T, "state": S, "outcome": S, "reward": NF, "has_reward": B, "exit_code": NI, "timed_out": B,
     "fault": S, "cause": S, "run_s": F, "init_s": F, "ready_s": F, "postrun_s": F, "eval_s": F, "peak_rss_mb": F,
     "traces": U, "trained_completions": U, "excluded": U, "sampled_tokens": U, "exact_spans": U, "drifted_spans": U,
 }  # fmt: skip
@@ -92,7 +94,7 @@ TABLES: tuple[Table, ...] = (
             "claimed": T,
             "ended": T,
             "end": S,
-            "exit_code": "Int64",
+            "exit_code": NI,
             "fault": S,
             "cause": S,
             "detail": S,
@@ -113,7 +115,7 @@ TABLES: tuple[Table, ...] = (
             "run": LS,
             "evaluator": LS,
             "outcome": LS,
-            "reward": F,
+            "reward": NF,
             "detail": S,
             "eval_s": F,
         },
@@ -177,7 +179,7 @@ TABLES: tuple[Table, ...] = (
             "time": T,
             "closed_by": LS,
             "outcome": LS,
-            "reward": F,
+            "reward": NF,
             "has_reward": B,
             "trainable": B,
             "reason": LS,

@@ -54,6 +54,7 @@ class Answer:
 
 def arrow_type(kind: str) -> Any:
     base = kind.partition(" CODEC")[0]
+    base = base.removeprefix("Nullable(").removesuffix(")") if base.startswith("Nullable") else base
     return _ARROW[base.removeprefix("LowCardinality(").removesuffix(")") if base.startswith("Low") else base]
 
 

@@ -181,7 +181,7 @@ def _failed(artifacts: SessionArtifacts, attempt: Attempt, error: PolarError) ->
         **_about(artifacts),
         evaluator=attempt.queued.spec.evaluator.kind if attempt.queued else "",
         outcome="infra_error",
-        reward=0.0,
+        reward=None,
         detail=str(error)[:_DETAIL],
         details={"cause": "config" if isinstance(error, ConfigError) else "evaluator"},
     )

@@ -50,7 +50,7 @@ class Complete:
     """Evaluated, whatever the outcome."""
 
     outcome: Outcome
-    reward: float
+    reward: float | None
     evaluation: str
 
 

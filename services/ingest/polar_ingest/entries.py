@@ -19,7 +19,7 @@ from polar_common.events import (
 )
 from polar_common.task_spec import Limits
 
-__all__ = ["End", "RunCounts", "Session", "Task", "outcome_of"]
+__all__ = ["End", "RunCounts", "Session", "Task", "cause_of", "outcome_of"]
 
 End = SessionCompleted | SessionFailed | SessionCancelled
 
@@ -108,6 +108,11 @@ class RunCounts:
     outcomes: Counter[str] = field(default_factory=Counter)
     reward_sum: float = 0.0
     rewards: int = 0
+
+
+def cause_of(end: End | None) -> str:
+    """Why a session wasn't judged; empty where it was, or has none."""
+    return end.cause if isinstance(end, SessionCompleted | SessionFailed) else ""
 
 
 def outcome_of(end: End) -> str:

@@ -199,7 +199,7 @@ class World:
             task, run = self.tasks[session.task], self.runs[self.tasks[session.task].run]
             task.live -= 1
             run.outcomes[outcome_of(event)] += 1
-            if isinstance(event, SessionCompleted):
+            if isinstance(event, SessionCompleted) and event.reward is not None:
                 run.reward_sum += event.reward
                 run.rewards += 1
             self.dirty_tasks.add(task.id)

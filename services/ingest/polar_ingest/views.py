@@ -24,7 +24,7 @@ from polar_common.packing import BlobRef
 from polar_common.session_state import Attempt, SessionState
 from polar_common.task_spec import HarnessSpec, Limits, RuntimeChoice, SamplingSpec
 
-from .entries import RunCounts, Session, Task, outcome_of
+from .entries import End, RunCounts, Session, Task, cause_of, outcome_of
 from .state import LIVE_EVALUATION, PHASES
 
 __all__ = [
@@ -139,7 +139,7 @@ class EvaluationView(_View):
     attempt: int
     evaluator: str
     outcome: str
-    reward: float
+    reward: float | None
     exit_code: int | None
     detail: str
     eval_s: float
@@ -226,7 +226,6 @@ def session_view(session: str, stored: Sequence[Stored]) -> SessionView:
         else:
             state.apply(event, message.sequence, message.time)
     end = state.end
-    failed = end if isinstance(end, SessionFailed) else None
     last = state.last_attempt.number if state.last_attempt is not None else 0
     live = next((e for e in evaluations if e.evaluation == LIVE_EVALUATION and e.attempt == last), None)
     return SessionView(
@@ -237,8 +236,8 @@ def session_view(session: str, stored: Sequence[Stored]) -> SessionView:
         phase=state.phase,
         outcome=outcome_of(end) if end is not None else None,
         reward=end.reward if isinstance(end, SessionCompleted) else None,
-        cause=failed.cause if failed is not None else "",
-        detail=_detail(end),
+        cause=cause_of(end),
+        detail=_detail(end, live),
         cancel_requested=state.cancel is not None,
         attempts=tuple(_attempt(state.attempts[n]) for n in sorted(state.attempts)),
         evaluation=live,
@@ -248,9 +247,11 @@ def session_view(session: str, stored: Sequence[Stored]) -> SessionView:
     )
 
 
-def _detail(end: SessionCompleted | SessionFailed | SessionCancelled | None) -> str:
+def _detail(end: End | None, evaluation: EvaluationView | None) -> str:
     if isinstance(end, SessionFailed):
         return end.detail
+    if isinstance(end, SessionCompleted):
+        return evaluation.detail if evaluation is not None else ""
     return end.reason if isinstance(end, SessionCancelled) else ""
 
 
@@ -305,7 +306,7 @@ def summary_of(session: Session) -> SessionSummary:
         attempts=session.attempt,
         outcome=outcome_of(end) if end is not None else None,
         reward=end.reward if isinstance(end, SessionCompleted) else None,
-        cause=end.cause if isinstance(end, SessionFailed) else "",
+        cause=cause_of(end),
     )
 
 
@@ -319,7 +320,7 @@ def ended_summary(state: SessionState, index: int) -> SessionSummary:
         attempts=max(state.attempts, default=0),
         outcome=outcome_of(end) if end is not None else None,
         reward=end.reward if isinstance(end, SessionCompleted) else None,
-        cause=end.cause if isinstance(end, SessionFailed) else "",
+        cause=cause_of(end),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from polar_common import ids, subjects
 from polar_common.errors import ConfigError, FromTheFuture, Poison
-from polar_common.events import EVENT_TYPES, SessionReady, SessionSealed, decode, encode
+from polar_common.events import EVENT_TYPES, SessionCompleted, SessionReady, SessionSealed, decode, encode
 from polar_common.ownership import OWNERS
 
 TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
@@ -46,6 +46,16 @@ def test_older_versions_are_upcast(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(orjson.dumps({**old, "schema_version": 3}))
     with pytest.raises(FromTheFuture):
         decode(orjson.dumps({**old, "schema_version": 4}))
+
+
+def test_ends_of_logs_in_which_every_end_had_a_reward_are_read() -> None:
+    new = SessionCompleted(
+        session="s1-a-0", attempt=0, last_attempt=1, outcome="failed", reward=0.5, evaluation="live", run="r"
+    )
+    old = {**orjson.loads(encode(new)), "schema_version": 1}
+    assert decode(orjson.dumps(old)) == new and new.schema_version == 2
+    none = new.model_copy(update={"outcome": "infra_error", "reward": None})
+    assert decode(encode(none)) == none
 
 
 @pytest.mark.parametrize("user_id", ["plain-id_1", "with space", "a.b", "ü", "x" * 65, "", "*", ">"])

@@ -105,7 +105,7 @@ class MemoryLog:
         self.put(SessionLost(**self.about(session)))
         self.put(SessionSealed(**self.about(session), reason="lost"))
 
-    def evaluate(self, session: Session, outcome: Any = "passed", reward: float = 1.0, **fields: Any) -> None:
+    def evaluate(self, session: Session, outcome: Any = "passed", reward: float | None = 1.0, **fields: Any) -> None:
         self.put(EvaluationEvaluated(**self.about(session), evaluator="e", outcome=outcome, reward=reward, **fields))
 
     def build(self, session: Session, traces: int = 1, excluded: dict[str, str] | None = None) -> None:

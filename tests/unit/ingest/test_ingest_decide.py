@@ -11,6 +11,7 @@ from ingest_log import MemoryLog
 from polar_common.events import BuildFailed, GroupClosed, SessionQueued
 from polar_ingest.domain import Cancel, CloseGroup, Complete, Fail, Queue, Rules, member
 from polar_ingest.entries import Session, Task
+from polar_ingest.views import summary_of
 
 Made = tuple[MemoryLog, Task, Session]
 
@@ -357,3 +358,15 @@ def test_trace_rewards_travel_with_the_group() -> None:
     log.end(session)
     log.build(session)
     assert member(session).trace_rewards == {"c1": 0.5}
+
+
+def test_an_evaluation_that_failed_is_no_reward_anywhere() -> None:
+    log, _, session = made()
+    log.start(session)
+    log.exit(session)
+    log.evaluate(session, "infra_error", None)
+    assert log.decide(session) == Complete("infra_error", None, "live")
+    log.end(session)
+    assert summary_of(session).cause == "evaluation"
+    assert log.world.runs["r"].rewards == 0
+    assert (member(session).reward, member(session).trainable, member(session).reason) == (None, False, "infra_error")
