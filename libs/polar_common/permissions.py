@@ -33,7 +33,7 @@ _READS: dict[str, tuple[str, ...]] = {
     "proxy": ("events", "blobs"),
     "reconstructor": ("events", "blobs", "traces", "catalogue"),
     "evaluator": ("events", "blobs"),
-    "analytics": ("events", "blobs", "traces"),
+    "analytics": ("events", "blobs", "traces", "catalogue"),
     "trainer": ("events", "blobs", "traces"),
     TOOLS: ("events", "blobs", "traces", "dlq", "catalogue"),
 }

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from polar_common.catalogue import Catalogue
 from polar_common.errors import PolarError, RequestError
 from polar_common.service import Service, serve_http
 from polar_common.subjects import EVENTS, trace_filter
@@ -147,7 +148,9 @@ async def _run(settings: AnalyticsSettings) -> None:
     async def setup() -> None:
         await store.open()
         projectors = []
-        for stream, subject in ((events_stream(settings.segment), EVENTS), (TRACES, trace_filter())):
+        # Earlier segments too: tables that are made anew have all that the log has.
+        events = [(events_stream(s), EVENTS) for s in await Catalogue(service.bus).kept()]
+        for stream, subject in (*events, (TRACES, trace_filter())):
             projector = Projector(
                 service.bus,
                 store,
