@@ -151,6 +151,14 @@ async def test_only_what_was_chosen_is_replayed(bus: Bus) -> None:
     assert made.report.results["reconstructed"] == 8
 
 
+async def test_a_choice_of_nothing_leaves_the_name_free(bus: Bus) -> None:
+    await live(bus, 1)
+    nothing = await replay(bus, "some", choice=Choice(run="nobodys"))
+    assert nothing.report.results.total() == 0
+    made = await replay(bus, "some", BUILT_IN["per_request"])
+    assert made.report.results == {"reconstructed": 2, "open": 0}
+
+
 async def test_a_session_without_an_end_stays_open(bus: Bus) -> None:
     await Script().started().call("c1", [1], [2, E]).publish(bus)
     made = await replay(bus, "again")

@@ -138,6 +138,8 @@ def replay(
     facts |= {k: report.results[k] for k in counted} | {"groups": report.groups}
     facts["unreadable"] = report.results["unreadable"]
     _print(f"build {name}", [facts], json)
+    if not any(report.results.values()):
+        warn("no session was chosen: nothing was built, the name is still free" if report.end else "the log is empty")
     if report.results["failed"]:
         warn(f"{report.results['failed']} sessions couldn't be built: `polar build show {name}`")
     if report.results["newer"]:

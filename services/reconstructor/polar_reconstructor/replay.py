@@ -111,6 +111,7 @@ class Replay:
         """Bytes of traces from earlier tries."""
         self.on_progress: Callable[[Report], None] | None = None
         """Called now and then, and at the end."""
+        self._claimed = False
         self._gathered: dict[str, list[Stored]] = {}
         self._skipped: set[str] = set()
         self._batch: list[Job] = []
@@ -131,8 +132,6 @@ class Replay:
         await self._resume()
         self.report.end = await self._origin.last()
         await self._find_named()
-        if not self._maker.dry:
-            await self._maker.claim()
         begun = asyncio.get_running_loop().time()
         try:
             async for stored in self._origin.messages(self._choice.sessions, self.report.end):
@@ -184,7 +183,7 @@ class Replay:
                 self.report.results["there"] += 1
 
     async def _find_named(self) -> None:
-        """Raises ConfigError where a named session isn't there: before the build's name is taken."""
+        """Raises ConfigError where a named session isn't there, before anything is built."""
         missing = set(self._choice.sessions)
         if not missing:
             return
@@ -194,6 +193,12 @@ class Replay:
                 if not missing:
                     return
         raise ConfigError(f"no such session: {', '.join(sorted(missing))}", "session")
+
+    async def _claim(self) -> None:
+        """Take the build's name when there is something to build: a choice of nothing leaves it free."""
+        if not self._claimed and not self._maker.dry:
+            await self._maker.claim()
+            self._claimed = True
 
     def _within_budget(self) -> None:
         """Raises ConfigError where the build has more bytes than it may have."""
@@ -249,6 +254,7 @@ class Replay:
             self._leave(session, error)
             return False
         except Poison as error:
+            await self._claim()
             told = Poison(f"{stored.subject}: {error}")
             self.report.results[await self._maker.failed(session, None, [stored], told)] += 1
             return False
@@ -274,6 +280,7 @@ class Replay:
     async def _dispatch(self) -> None:
         if not self._batch:
             return
+        await self._claim()
         batch, self._batch, self._weight = self._batch, [], 0
         while self._free.locked():
             await self._finish(self._running)
