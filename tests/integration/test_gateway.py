@@ -78,7 +78,8 @@ async def test_a_timeout_yields_what_was_done_and_ends_the_tree(bus: Bus, tmp_pa
     mark = new_id()
     stubborn = f"python3 -c 'import signal, time; signal.signal(15, 1); time.sleep(300)' {mark}"
     text = f"echo partial > out.txt; echo told; {stubborn} & sleep 300"
-    spec = kit.script(text, limits={"attempt_s": 2, "postrun_reserve_s": 0.2})
+    # Without a reserve nothing of its time is left when it is killed, and what it did is collected all the same.
+    spec = kit.script(text, limits={"attempt_s": 2, "postrun_reserve_s": 0})
     async with kit.gateway(bus, kit.settings(tmp_path)):
         session = await kit.release(bus, spec)
         state = await kit.over(bus, session)
@@ -143,6 +144,14 @@ async def test_a_timeout_before_the_harness_runs_isnt_the_agents(bus: Bus, tmp_p
             assert (exited.timed_out, exited.fault, exited.cause) == (True, "infra", "queue_expired")
             assert kit.names(state)[-4:] == [last, "sealed", "exited", "artifacts"]
         assert (await kit.over(bus, blocking)).attempts[1].exited is not None
+
+
+async def test_preparing_takes_no_longer_than_the_gateway_allows(bus: Bus, tmp_path: Path) -> None:
+    spec = kit.script("true", runtime={"prepare": [{"exec": "sleep 300"}]})
+    async with kit.gateway(bus, kit.settings(tmp_path, gateway_init_s=1)):
+        exited = (await kit.over(bus, await kit.release(bus, spec))).attempts[1].exited
+    assert exited is not None
+    assert (exited.timed_out, exited.fault, exited.cause) == (True, "infra", "queue_expired")
 
 
 async def test_an_engine_that_failed_is_infrastructure(bus: Bus, tmp_path: Path) -> None:

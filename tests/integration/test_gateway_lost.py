@@ -111,6 +111,19 @@ async def test_a_gateway_that_is_cut_off_kills_its_runtime_and_stays_silent(
     assert state.attempts[1].exited is None
 
 
+async def test_who_lost_its_lease_publishes_nothing_more_even_where_it_was_cancelled_before(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with kit.gateway(bus, kit.settings(tmp_path)) as gateway:
+        session = await kit.release(bus, kit.script("sleep 300"))
+        await kit.phase(bus, session, "running")
+        attempt = gateway.live[f"{session}.1"]
+        attempt.interrupt("cancelled")
+        attempt.interrupt("lost")
+        assert await kit.idle(gateway)
+        assert kit.names(await kit.load(bus, session))[-1] == "running"
+
+
 async def test_a_gateway_that_was_stopped_beyond_its_lease_kills_its_runtime(
     bus: Bus, nats_server: NatsServer, tmp_path: Path
 ) -> None:
