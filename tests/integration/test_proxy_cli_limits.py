@@ -5,33 +5,25 @@ Each program may try again as often as its launch says, whatever way its API has
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from cli_kit import CALLS, run
 from proxy_engine import Say, ScriptedEngine
-from proxy_kit import SECRET, CompletionAborted, Kit, kit
+from proxy_kit import CompletionAborted, Kit, kit
 
 from polar_common.bus import Bus
 from polar_common.events import CompletionCaptured
-from polar_common.keys import sign
 from polar_common.nats_server import NatsServer
-from polar_gateway.harnesses import registry, toolchain
-from polar_gateway.harnesses.base import LaunchContext
-from polar_gateway.preparing import place_files
-from polar_runtime import ExecResult, Limits, RuntimeSpec, make_runtime
+from polar_gateway.harnesses import registry
 
 pytestmark = [pytest.mark.nats, pytest.mark.harness, pytest.mark.timeout(600)]
 
 RETRIES = 2
 WINDOW = 400_000
 """The prompts of these programs are long in the words of a small vocabulary."""
-CALLS = {
-    "pi": '{"name": "bash", "arguments": {"command": "printf hi > hello.txt"}}',
-    "claude_code": '{"name": "Bash", "arguments": {"command": "printf hi > hello.txt", "description": "Write"}}',
-    "codex": '{"name": "exec_command", "arguments": {"cmd": "printf hi > hello.txt"}}',
-}
+NAMES = ("pi", "claude_code", "codex")
 
 
 @pytest.fixture
@@ -46,40 +38,18 @@ async def proxy(model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Pa
         await engine.stop()
 
 
-async def run(proxy: Kit, name: str, tmp_path: Path) -> tuple[ExecResult, bytes]:
-    """One attempt of the program; its end, and the file it was to write."""
-    harness = registry.find(name)
-    installed = await asyncio.to_thread(toolchain.ensure, harness)
-    spec = RuntimeSpec(
-        "local", "limits.1", tmp_path / "attempts", mounts=toolchain.mounts(installed),
-        proxy_socket=proxy.proxy.settings.socket_path, limits=Limits(memory_mb=4096, pids=1024),
-    )  # fmt: skip
-    token = sign(proxy.key, SECRET.encode())
-    async with make_runtime(spec) as rt:
-        told = LaunchContext(
-            "Create hello.txt containing hi", rt.workdir, rt.home, rt.base_url(token), token, "policy", 200_000, 1024,
-            {}, retries=RETRIES, call_timeout_s=60,
-        )  # fmt: skip
-        launch = harness.launch(told)
-        await place_files(rt, launch)
-        result = await rt.exec(
-            launch.argv, env=launch.env, cwd=launch.cwd or None, stdin=launch.stdin, timeout=150, proxy=True
-        )
-        return result, (await rt.download(["."])).get("./hello.txt", b"")
-
-
 def refusal(status: int) -> Say:
     return Say(status=status, error="come again", headers={"retry-after": "1"})
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("status", [429, 500])
 async def test_as_many_refusals_as_retries_are_allowed_cost_nothing_else(
     proxy: Kit, name: str, status: int, tmp_path: Path
 ) -> None:
     call = f"I will.\n<tool_call>\n{CALLS[name]}\n</tool_call>"
     proxy.engine.say(*[refusal(status)] * RETRIES, call, "Done.")
-    result, written = await run(proxy, name, tmp_path)
+    result, written = await run(proxy, name, tmp_path, retries=RETRIES)
     assert (result.exit_code, written) == (0, b"hi"), result.output_tail
     events = [e for e in await proxy.of(CompletionCaptured) if isinstance(e, CompletionCaptured)]
     assert [e.chain_class for e in events] == ["root", "continued"]
@@ -87,13 +57,13 @@ async def test_as_many_refusals_as_retries_are_allowed_cost_nothing_else(
     assert len(await proxy.of(CompletionAborted)) == RETRIES
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("status", [429, 500])
 async def test_endless_refusals_end_the_program_after_its_retries(
     proxy: Kit, name: str, status: int, tmp_path: Path
 ) -> None:
     proxy.engine.script = lambda heard: refusal(status)
-    result, written = await run(proxy, name, tmp_path)
+    result, written = await run(proxy, name, tmp_path, retries=RETRIES)
     assert not result.timed_out and written == b""
     ended = registry.find(name).classify_exit(result.exit_code, result.output_tail)
     assert ended.kind == "harness_error", (result.exit_code, result.output_tail)

@@ -187,7 +187,10 @@ def test_pi_has_four_apis(api: str, name: str, url: str) -> None:
     made = launch("pi", args={"api": api, "tools": ["read", "bash"], "skills": ["/workspace/s"]})
     provider = json.loads(made.files["/home/agent/.pi/agent/models.json"])["providers"]["polar"]
     assert (provider["api"], provider["baseUrl"]) == (name, BASE + url)
-    assert provider["models"][0]["contextWindow"] == 12345 and provider["models"][0]["maxTokens"] == 678
+    assert provider["models"][0]["maxTokens"] == 678
+    compaction = json.loads(made.files["/home/agent/.pi/agent/settings.json"])["compaction"]
+    assert provider["models"][0]["contextWindow"] - compaction["reserveTokens"] == 12345
+    assert sum(compaction.values()) < 12345 // 2
     assert "read,bash" in made.argv and "/workspace/s" in made.argv
     with pytest.raises(ConfigError, match="must be one of openai-chat"):
         launch("pi", args={"api": "smtp"})

@@ -9,7 +9,6 @@ __all__ = ["GeminiCli"]
 
 _PACKAGE = "@google/gemini-cli"
 _CLI = f"node_modules/{_PACKAGE}/bundle/gemini.js"
-_WINDOW = 1_048_576
 
 
 class GeminiCli(Harness):
@@ -34,8 +33,6 @@ class GeminiCli(Harness):
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "disableAutoUpdate": True, "disableUpdateNag": True},
             "security": {"auth": {"selectedType": "gemini-api-key"}},
-            # Its own half, of a window that it takes to be a Gemini's whatever the model.
-            "model": {"compressionThreshold": 0.5 * ctx.context_window / _WINDOW},
             "mcpServers": args.mcp_servers,
         }
         argv = [f"{ctx.toolchain}/bin/node", f"{ctx.toolchain}/{_CLI}", "--yolo", "--skip-trust", "-m", ctx.model]

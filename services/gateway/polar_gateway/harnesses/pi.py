@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe, choice, dump, texts
+from polar_common.built_in import PiArgs, read_args
+from polar_gateway.harnesses.base import ARGS, Harness, Launch, LaunchContext, Recipe, dump
 
 __all__ = ["Pi"]
 
@@ -29,14 +30,18 @@ class Pi(Harness):
     version = "0.73.1"
     recipe = Recipe("npm", (f"{_PACKAGE}@{version}",), node=(20, 6), probe=_CLI)
     apis = ("openai-chat", "openai-responses", "anthropic", "google")
-    known_args = frozenset({"api", "tools", "skills", "options"})
+    known_args = frozenset(PiArgs.model_fields)
 
     def launch(self, ctx: LaunchContext) -> Launch:
         self.check(ctx)
-        api, path = _APIS[choice(ctx.args, "api", self.apis)]
+        args = read_args(PiArgs, ctx.args, ARGS)
+        api, path = _APIS[args.api]
+        compaction = _compaction(ctx.context_window)
         model = {
             "id": ctx.model,
-            "contextWindow": ctx.context_window,
+            # Beyond this less the reserve a summary is made when the work is over, which nobody reads; a context that
+            # overflows is summed up, and gone on with, whatever is said here.
+            "contextWindow": ctx.context_window + compaction["reserveTokens"],
             "maxTokens": ctx.max_tokens_per_call,
             "reasoning": False,
             "input": ["text"],
@@ -45,16 +50,21 @@ class Pi(Harness):
         retry = {"maxRetries": ctx.retries, "provider": {"timeoutMs": int(ctx.call_timeout_s * 1000), "maxRetries": 0}}
         argv = [f"{ctx.toolchain}/bin/node", f"{ctx.toolchain}/{_CLI}", "-p", "--mode", "text"]
         argv += ["--provider", "polar", "--model", ctx.model]
-        if tools := texts(ctx.args, "tools"):
+        if tools := args.tools:
             argv += ["--tools", ",".join(tools)]
-        for skill in texts(ctx.args, "skills"):
+        for skill in args.skills:
             argv += ["--skill", skill]
         return Launch(
-            (*argv, *texts(ctx.args, "options")),
+            (*argv, *args.options),
             {"PI_OFFLINE": "1", "PI_TELEMETRY": "0", "PI_SKIP_VERSION_CHECK": "1"},
             {
                 f"{ctx.home}/.pi/agent/models.json": dump({"providers": {"polar": provider}}),
-                f"{ctx.home}/.pi/agent/settings.json": dump({"retry": retry}),
+                f"{ctx.home}/.pi/agent/settings.json": dump({"retry": retry, "compaction": compaction}),
             },
             stdin=ctx.instruction.encode(),
         )
+
+
+def _compaction(window: int) -> dict[str, int]:
+    """Its own numbers suit windows of 128k and more; in a smaller one they'd leave nothing to sum up, or no room."""
+    return {"reserveTokens": min(16_384, window // 8), "keepRecentTokens": min(20_000, window // 4)}
