@@ -27,7 +27,7 @@ _BUILT_IN = {
     "run": "polar_common.cli.tasks:run",
     "submit": "polar_common.cli.tasks:submit",
     "task": "polar_common.cli.tasks:task",
-    "session": "polar_common.cli.tasks:session",
+    "session": "polar_common.cli.sessions:session",
     "query": "polar_common.cli.query:query",
     "verify": "polar_common.cli.verify:verify",
     "log": "polar_common.cli.log:log",

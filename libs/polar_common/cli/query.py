@@ -13,7 +13,7 @@ from polar_common.house import find_house
 from .house import _DATA, DataOption, JsonOption
 from .output import emit, table
 
-__all__ = ["ask", "query"]
+__all__ = ["ask", "query", "quoted"]
 
 
 def ask(sql: str, data: DataOption = _DATA) -> tuple[list[str], list[list[object]]]:
@@ -24,6 +24,11 @@ def ask(sql: str, data: DataOption = _DATA) -> tuple[list[str], list[list[object
     if answer.status_code != 200:
         raise PolarError(body.get("error", {}).get("message", answer.text))
     return body["columns"], body["rows"]
+
+
+def quoted(text: str) -> str:
+    """A string literal."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def query(

@@ -1,4 +1,4 @@
-"""`polar run`, `submit`, `task`, `session`: hand in work, watch it, look at what became of it."""
+"""`polar run`, `submit`, `task`: hand in work, watch it, look at what became of it."""
 
 from __future__ import annotations
 
@@ -7,69 +7,36 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from polar_common.errors import ConfigError, PolarError
+from polar_common.errors import ConfigError
 from polar_common.house import find_house
-from polar_common.house.layout import Endpoint
 from polar_common.ids import new_id
-from polar_common.task_spec import TaskSpec
 from polar_common.taskfile import load_tasks
 
 from .house import _DATA, DataOption, JsonOption
-from .output import console, emit, table
+from .ingest import Ingest
+from .output import console, emit, table, warn
+from .sessions import runs_of
 
-__all__ = ["run", "session", "submit", "task"]
+__all__ = ["Ingest", "run", "submit", "task"]
 
+_JUDGED = ("failed", "no_action", "budget_exhausted")
+_SHOWN = 20
 RunOption = Annotated[str, typer.Option("--run", help="Name of the run; by default the file's, else a new one.")]
-_CHUNK = 50
-
-
-class Ingest:
-    """The HTTP client of ingest."""
-
-    def __init__(self, where: Endpoint) -> None:
-        self._client = httpx.Client(base_url=where.ingest, headers=where.headers, timeout=60)
-
-    def get(self, path: str, **params: str) -> dict[str, Any]:
-        return self._body(self._client.get(path, params=params))
-
-    def post(self, path: str, body: object) -> dict[str, Any]:
-        return self._body(self._client.post(path, json=body))
-
-    def submit(self, run: str, tasks: list[TaskSpec], wait_s: float = 600) -> list[dict[str, Any]]:
-        """Hand in all tasks; a full house is asked again after the time it names."""
-        done: list[dict[str, Any]] = []
-        deadline = time.monotonic() + wait_s
-        for start in range(0, len(tasks), _CHUNK):
-            body = {"run": run, "tasks": [t.model_dump(mode="json") for t in tasks[start : start + _CHUNK]]}
-            while True:
-                answer = self._client.post("/v1/tasks", json=body)
-                if answer.status_code != 429 or time.monotonic() > deadline:
-                    break
-                time.sleep(min(30.0, float(answer.headers.get("retry-after", "1"))))
-            done += self._body(answer)["tasks"]
-        return done
-
-    @staticmethod
-    def _body(answer: httpx.Response) -> dict[str, Any]:
-        try:
-            body: dict[str, Any] = answer.json()
-        except ValueError as error:
-            raise PolarError(f"{answer.request.url}: {answer.status_code} {answer.text[:200]}") from error
-        if answer.is_success:
-            return body
-        told = body.get("error", {})
-        raise ConfigError(f"{told.get('message', answer.text)} ({answer.status_code})", str(told.get("where", "")))
 
 
 def _handed_in(file: Path, run: str, data: Path) -> tuple[Ingest, str, list[dict[str, Any]]]:
     named, tasks = load_tasks(file)
     ingest = Ingest(find_house(data if data != _DATA else None))
     name = run or named or f"run-{new_id()[:8]}"
-    return ingest, name, ingest.submit(name, tasks)
+    before = ingest.tasks_of(name)
+    handed_in = ingest.submit(name, tasks)
+    repeated = len(handed_in) - (ingest.tasks_of(name) - before)
+    if before and repeated > 0:
+        warn(f"handed in before under run {name}: {repeated} of {len(handed_in)} tasks; they don't run again")
+    return ingest, name, handed_in
 
 
 def submit(
@@ -160,6 +127,20 @@ def _task_row(ingest: Ingest, handed_in: dict[str, Any]) -> dict[str, Any]:
         "sampled_tokens": sum(b["sampled_tokens"] for b in builds),
         "mean_run_s": sum(seconds) / len(seconds) if seconds else None,
         "session_ids": handed_in["sessions"],
+        "not_passed": [_why(s) for s in sessions if s["outcome"] != "passed"],
+    }
+
+
+def _why(session: dict[str, Any]) -> dict[str, Any]:
+    """What there is to say of a session that didn't pass: its own cause, else its last attempt's, else the judge's."""
+    attempt = session["attempts"][-1] if session["attempts"] else {}
+    judged = (session["evaluation"] or {}).get("detail", "")
+    last_words = attempt.get("log_tail", "").strip().rpartition("\n")[2]
+    return {
+        "session": session["session"],
+        "outcome": session["outcome"] or session["phase"],
+        "cause": session["cause"] or attempt.get("cause", ""),
+        "detail": session["detail"] or attempt.get("detail", "") or judged or last_words,
     }
 
 
@@ -182,11 +163,24 @@ def _print_summary(run: str, rows: list[dict[str, Any]]) -> None:
     )
     heads = ["task", "sessions", "outcomes", "rewards", "calls", "traces", "exact", "tokens", "mean s"]
     table(f"run {run}", heads, shown)
+    _print_not_passed(run, rows)
+
+
+def _print_not_passed(run: str, rows: list[dict[str, Any]]) -> None:
+    """Which sessions didn't pass and why: first those that say nothing about the model."""
+    found = [(row["id"], why) for row in rows for why in row["not_passed"]]
+    found.sort(key=lambda pair: pair[1]["outcome"] in _JUDGED)
+    if not found:
+        return
+    shown = [[w["session"], id, w["outcome"], w["cause"], " ".join(w["detail"].split())[:200]] for id, w in found]
+    table("not passed", ["session", "task", "outcome", "cause", "detail"], shown[:_SHOWN])
+    if len(shown) > _SHOWN:
+        console.print(f"… and {len(shown) - _SHOWN} more: polar session list --run {run}", markup=False)
 
 
 def task(
-    id: Annotated[str, typer.Argument(help="Polar's task id, or your own id together with --run.")],
-    run: RunOption = "",
+    id: Annotated[str, typer.Argument(help="Polar's task id, or your own.")],
+    run: Annotated[str, typer.Option("--run", help="The run of your own id, where several have it.")] = "",
     cancel: Annotated[bool, typer.Option("--cancel", help="Ask all its sessions to end.")] = False,
     data: DataOption = _DATA,
     json: JsonOption = False,
@@ -196,12 +190,10 @@ def task(
     Example: polar task mend-greet --run quickstart
     """
     ingest = Ingest(find_house(data if data != _DATA else None))
-    params = {"run": run} if run else {}
+    found = _found(ingest, id, run, data)
     if cancel:
-        found = ingest.get(f"/v1/tasks/{id}", **params)
         emit(ingest.post(f"/v1/tasks/{found['task']}/cancel", {}))
         return
-    found = ingest.get(f"/v1/tasks/{id}", **params)
     if json:
         emit(found)
         return
@@ -210,69 +202,11 @@ def task(
     table(title, ["session", "phase", "outcome", "reward", "attempts", "cause"], rows)
 
 
-session = typer.Typer(no_args_is_help=True, help="Look at a session, or cancel it.")
-
-
-@session.command("show")
-def session_show(
-    id: Annotated[str, typer.Argument(help="Session id.")], data: DataOption = _DATA, json: JsonOption = False
-) -> None:
-    """Show every attempt with its times, exit and cause, the evaluation, completions and builds.
-
-    Example: polar session show s1-abcdefghij-0
-    """
-    found = Ingest(find_house(data if data != _DATA else None)).get(f"/v1/sessions/{id}")
-    if json:
-        emit(found)
-        return
-    console.print(f"{id}  {found['phase']}  outcome {found['outcome']}  reward {found['reward']}", markup=False)
-    for key in ("cause", "detail"):
-        if found[key]:
-            console.print(f"{key}: {found[key]}", markup=False)
-    for attempt in found["attempts"]:
-        _show_attempt(attempt)
-    if found["evaluation"]:
-        e = found["evaluation"]
-        console.print(
-            f"evaluated by {e['evaluator']} in {e['eval_s']:.1f} s: {e['outcome']} {e['reward']}", markup=False
-        )
-        if e["detail"]:
-            console.print(e["detail"], markup=False)
-    console.print(
-        "completions: " + (", ".join(f"{n} {k}" for k, n in found["completions"].items()) or "none"), markup=False
-    )
-    for build in found["builds"]:
-        _show_build(build)
-
-
-def _show_attempt(attempt: dict[str, Any]) -> None:
-    console.print(
-        f"attempt {attempt['attempt']}  {attempt['phase']}  exit {attempt['exit_code']}  "
-        f"{attempt['fault']} {attempt['cause']} {attempt['detail']}".rstrip(),
-        markup=False,
-    )
-    table("", ["event", "at"], [[name, at] for name, at in attempt["times"].items()])
-    if attempt["log_tail"]:
-        console.print(attempt["log_tail"][-1500:], markup=False, style="dim")
-
-
-def _show_build(build: dict[str, Any]) -> None:
-    if build["failed"]:
-        console.print(f"build {build['build']} failed: {build['failed']}", markup=False)
-        return
-    console.print(
-        f"build {build['build']}: {build['traces']} traces, {build['trained_completions']} completions trained, "
-        f"{build['exact_spans']} exact and {build['drifted_spans']} drifted spans",
-        markup=False,
-    )
-    for completion, reason in build["excluded"].items():
-        console.print(f"  excluded {completion}: {reason}", markup=False)
-
-
-@session.command("cancel")
-def session_cancel(id: Annotated[str, typer.Argument(help="Session id.")], data: DataOption = _DATA) -> None:
-    """Ask a session to end; what it captured stays in the log.
-
-    Example: polar session cancel s1-abcdefghij-0
-    """
-    emit(Ingest(find_house(data if data != _DATA else None)).post(f"/v1/sessions/{id}/cancel", {}))
+def _found(ingest: Ingest, task: str, run: str, data: Path) -> dict[str, Any]:
+    """A task by Polar's id, or by the user's own in its run; without one, in the only run that has it."""
+    if not run and (found := ingest.find(f"/v1/tasks/{task}")) is not None:
+        return found
+    runs = [run] if run else runs_of(task, data)
+    if len(runs) > 1:
+        raise ConfigError(f"several runs have a task {task!r}; say which by --run: {', '.join(runs)}", "run")
+    return ingest.get(f"/v1/tasks/{task}", **({"run": runs[0]} if runs else {}))
