@@ -11,7 +11,7 @@ import pytest
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
-from polar_common.events import CompletionAborted
+from polar_common.events import CompletionAborted, CompletionRejected
 from polar_common.ids import new_id
 from polar_common.keys import verify
 from polar_common.packing import BlobRef
@@ -176,6 +176,27 @@ async def test_an_engine_that_failed_is_infrastructure(bus: Bus, tmp_path: Path)
         exited = (await kit.over(bus, session)).attempts[1].exited
     assert exited is not None
     assert (exited.fault, exited.cause, exited.detail) == ("infra", "engine", "503 from the engine")
+
+
+@pytest.mark.parametrize(("code", "captured"), [(1, False), (1, True), (0, True)])
+async def test_a_full_context_is_the_agents_used_up_budget(bus: Bus, tmp_path: Path, code: int, captured: bool) -> None:
+    """Whatever the program makes of it, and also where its first prompt was too long."""
+    spec = kit.script(f"while ! test -e go; do sleep 0.05; done; exit {code}")
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, spec)
+        await kit.phase(bus, session, "running")
+        if captured:
+            await kit.completion(bus, session)
+        refused = CompletionRejected(
+            session=session, attempt=1, completion="c2", dialect="anthropic", status=400, reason="context_full",
+            detail="12000 tokens of 8192",
+        )  # fmt: skip
+        await bus.once(refused)
+        (tmp_path / "run" / "attempts" / f"{session}.1" / "work" / "go").touch()
+        exited = (await kit.over(bus, session)).attempts[1].exited
+    assert exited is not None
+    assert (exited.fault, exited.cause, exited.exit_code) == ("agent", "limit", code)
+    assert exited.detail == "the context window is full: 12000 tokens of 8192"
 
 
 async def test_cancel_in_every_stage(bus: Bus, tmp_path: Path) -> None:

@@ -155,7 +155,8 @@ async def test_errors_of_the_engine_reach_the_harness_in_its_shape(
         assert response.headers["retry-after"] == "7"
     if "maximum" in say.error:
         assert error["code"] == "context_length_exceeded"
-    assert (await proxy.eventually(CompletionAborted))[0].reason == "engine_error"
+    reason = "context_full" if "maximum" in say.error else "engine_error"
+    assert (await proxy.eventually(CompletionAborted))[0].reason == reason
     assert await proxy.captured() == []
 
 

@@ -82,6 +82,7 @@ LIMITS: dict[str, tuple[int, dict[str, Any]]] = {
     "busy": (429, {"proxy_concurrency": 1}),
     "too_large": (413, {"proxy_body_limit": 4000}),
     "nesting": (400, {}),
+    "context_full": (400, {"proxy_context_window": 4}),
 }
 
 

@@ -1,4 +1,5 @@
-"""A model call ended before its answer was complete: the client went away, the key was sealed, or the engine broke."""
+"""A model call ended before its answer was complete: the client went away, the key was sealed, the engine broke, or the
+prompt didn't fit into its window."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class CompletionAborted(SessionEvent):
     dialect: str
     stream: bool
     request_hash: str
-    reason: Literal["client_gone", "sealed", "engine_error", "cancelled", "timeout"]
+    reason: Literal["client_gone", "sealed", "engine_error", "cancelled", "timeout", "context_full"]
     detail: str = ""
     prompt_tokens: int = 0
     sampled: Column | None = None

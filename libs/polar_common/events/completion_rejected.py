@@ -1,4 +1,4 @@
-"""A call was refused without asking the engine: sealed key, limit, malformed."""
+"""A call was refused without asking the engine: sealed key, limit, malformed, too long for the window."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from polar_common.events import SessionQueued
 from polar_runtime import ExecResult, OnOutput, Runtime
 
 from .domain import Ending, Evidence, HarnessSays, judge
-from .evidence import engine_failure, has_completion
+from .evidence import has_completion, last_call
 from .harnesses.base import Harness
 from .output import redact
 from .preparing import Prepared
@@ -68,6 +68,7 @@ async def judged(
     if why == "cancelled":
         return Ending(code, cancelled=True, log_tail=tail[-_TAIL:])
     unavailable = isinstance(end.fault, RuntimeUnavailable)
+    last = await last_call(bus, queued.session, queued.attempt)
     evidence = Evidence(
         exit_code=code,
         timed_out=why == "timeout",
@@ -76,7 +77,8 @@ async def judged(
         unavailable=str(end.fault) if unavailable else "",
         refused=end.refused,
         completions=await has_completion(bus, queued.session, queued.attempt),
-        engine_failed=await engine_failure(bus, queued.session, queued.attempt),
+        engine_failed=last.engine_failed,
+        context_full=last.context_full,
         says=says,
     )
     verdict = judge(evidence)

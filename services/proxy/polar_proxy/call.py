@@ -15,7 +15,7 @@ from functools import partial
 
 import structlog
 
-from polar_common.errors import BusError, EngineDown, EngineError, PolarError, RequestError
+from polar_common.errors import BusError, EngineDown, EngineError, EngineOverflow, PolarError, RequestError
 from polar_common.events import SamplingUsed
 from polar_common.ids import new_id
 from polar_common.tasks import cancel_and_wait, spawn
@@ -308,7 +308,7 @@ class Call:
             await self._tell(error)
             return
         self.committing = True
-        await self._abort("engine_error", str(error))
+        await self._abort("context_full" if isinstance(error, EngineOverflow) else "engine_error", str(error))
         METRICS.errors.labels("engine").inc()
         if not self.exchange.gone:
             self.session.index.rejected[self.plan.request.raw_hash] += 1

@@ -23,7 +23,7 @@ from .sessions import Session, Sessions
 
 __all__ = ["Publisher", "Reason"]
 
-Reason = Literal["client_gone", "sealed", "engine_error", "cancelled", "timeout"]
+Reason = Literal["client_gone", "sealed", "engine_error", "cancelled", "timeout", "context_full"]
 _REJECTIONS = 200
 """Refusals of one attempt that are put on the log; a harness that asks for ever is only counted beyond."""
 _COUNTED = 65_536

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from polar_common.errors import PolarError, RenderError
+from polar_common.errors import EngineOverflow, PolarError, RenderError
 from polar_common.ids import new_id
 from polar_proxy.dialects.base import ChatRequest, Dialect, Encoder, Minted, Usage
 from polar_proxy.dialects.faults import fault
@@ -55,6 +55,8 @@ def reason_of(error: PolarError, status: int) -> str:
         401: "unauthorised", 404: "not_found", 408: "too_slow", 409: "sealed", 413: "too_large", 429: "busy",
         503: "unavailable",
     }  # fmt: skip
+    if isinstance(error, EngineOverflow):
+        return "context_full"
     if isinstance(error, RenderError):
         return "unrenderable"
     return names.get(status, "malformed" if status < 500 else "error")
