@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from copy import deepcopy
 
 import pytest
 from reconstruction_kit import built, ids, masks, spans, trained
@@ -143,6 +144,18 @@ def test_what_others_went_on_with_leaves_a_branch_no_shorter_prompt_to_go_on_fro
     script.call("c2", [1, 2, 3, 10, 11, E, 5], [20, E], parent="c1", **native)
     script.call("k", [1, 2, 3, 70, E, 5], [72, E], **native).ended()
     assert trained(built(script, "prefix_merging")) == [["other"], ["c1", "c2"], ["k"]]
+
+
+def test_an_answer_that_nobody_had_leaves_no_shorter_prompt_either_and_its_retry_is_gone_on_with() -> None:
+    native = {"context": "native", "chain_class": "native"}
+    script = Script().started().call("other", [1], [15, E], **native).call("c1", [1, 2, 3], [10, E], at=3, **native)
+    script.undelivered("c1")
+    lost = deepcopy(script).call("c2", [1, 2, 3, 70, E, 5], [72, E], **native).ended()
+    assert trained(built(lost, "prefix_merging")) == [["other"], ["c2"]]
+    script.call("again", [1, 2, 3], [11, E], at=9, **native)
+    script.call("c2", [1, 2, 3, 70, E, 5], [72, E], **native).ended()
+    made = built(script, "prefix_merging")
+    assert trained(made) == [["other"], ["again", "c2"]] and made.ambiguous == 0
 
 
 def test_an_answer_of_which_only_the_beginning_was_used_is_gone_on_with_by_nobody_else() -> None:

@@ -24,7 +24,7 @@ __all__ = ["PrefixMerging"]
 _UNSEEN = ("replay", "aborted", "undelivered", "side", "empty")
 _APART = (*_UNSEEN, "superseded_retry", "unused_parallel", "adopted_partial")
 """Answers that nothing was made of: a prompt that merely begins like theirs doesn't go on from them. The unseen ones
-take no part; another's request may still be the one that was gone on with.
+leave the choice to others of the same prompt; the rest may still be what was meant.
 """
 
 
@@ -70,7 +70,7 @@ class _Free:
         self._lengths = np.array([c.length for c in view.calls], dtype=np.int64)
         self._last = np.array([view.contexts.prompt(c)[-1] if c.length else -1 for c in view.calls], dtype=np.int64)
         reasons = [view.excluded.get(c.id) for c in view.calls]
-        self._seen = np.array([reason not in _UNSEEN for reason in reasons], dtype=np.bool_)
+        self._seen = [reason not in _UNSEEN for reason in reasons]
         self._open = {i for i, reason in enumerate(reasons) if reason not in _APART}
         for parents in (view.links.parent, view.links.recorded):
             self._open -= {parent for i, parent in enumerate(parents) if parent is not None and i > parent}
@@ -82,7 +82,7 @@ class _Free:
     def find(self, i: int) -> tuple[int | None, bool]:
         """The call with the longest prompt that begins call i's, if it is free; and whether several have it."""
         c = self._view.calls[i]
-        some = np.flatnonzero(self._seen[:i] & (self._lengths[:i] < c.length))
+        some = np.flatnonzero(self._lengths[:i] < c.length)
         # Few are left to be compared in full, and the longest first.
         some = some[self._view.contexts.prompt(c)[self._lengths[some] - 1] == self._last[some]]
         found: list[int] = []
@@ -91,7 +91,8 @@ class _Free:
                 break
             if self._view.contexts.starts_with_prompt(c, self._view.calls[k]):
                 found.append(k)
-        return (found[0] if len(found) == 1 and found[0] in self._open else None), len(found) > 1
+        seen = [k for k in found if self._seen[k]]
+        return (seen[0] if len(seen) == 1 and seen[0] in self._open else None), len(seen) > 1
 
 
 def _parent(i: int, view: View, tips: dict[int, _Building], free: _Free) -> tuple[int | None, bool]:
