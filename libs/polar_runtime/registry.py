@@ -32,8 +32,9 @@ def make_runtime(spec: RuntimeSpec) -> Runtime:
         raise ConfigError(f"unknown runtime {kind!r}; known: {', '.join(kinds())}, or module:Class", "runtime.kind")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot load {where!r}: {error}", "runtime.kind") from error
+    except Exception as error:
+        # A user's own module may raise anything.
+        raise ConfigError(f"cannot load {where!r}: {error!r}", "runtime.kind") from error
     if not (isinstance(found, type) and issubclass(found, Runtime)):
         raise ConfigError(f"{where!r} isn't a Runtime", "runtime.kind")
     return found(spec)

@@ -236,7 +236,7 @@ async def test_what_was_cancelled_before_its_claim_is_left_alone(bus: Bus, tmp_p
         (HarnessSpec(name="command", args={"argv": ["no-such-program"]}), "missing", "no-such-program"),
         (HarnessSpec(name="command", args={"script": "echo last words >&2; exit 3"}), "crashed", "last words"),
         (HarnessSpec(name="command", args={"typo": "x"}), "config", "typo"),
-        (HarnessSpec(name="tests.integration.gateway_kit:Broken"), "missing", "boom"),
+        (HarnessSpec(name="tests.integration.gateway_kit:Broken"), "config", "boom"),
     ],
 )
 async def test_a_harness_that_doesnt_start_is_a_harness_fault(

@@ -22,7 +22,7 @@ from polar_common.tasks import cancel_and_wait
 from polar_runtime import Runtime, RuntimeSpec, make_runtime
 
 from .clean import Copies
-from .domain import outcome_of, reward_of, wanted
+from .domain import outcome_of, reward_of, unusable, wanted
 from .evaluators.base import Case, Evaluator, Verdict
 from .evaluators.registry import find
 from .prewarm import Prewarmed
@@ -107,7 +107,6 @@ class Evaluations:
             raise Poison(f"{artifacts.session}.{artifacts.attempt} has artifacts and no beginning or end")
         spec = queued.spec
         evaluator = self._find(spec.evaluator.kind)
-        evaluator.check(spec.evaluator)
         patch, answer = await self._body(artifacts.patch), await self._body(artifacts.answer)
         began = time.monotonic()
 
@@ -148,12 +147,16 @@ class Evaluations:
 
 async def _asked(evaluator: Evaluator, case: Case) -> Verdict:
     try:
-        return await evaluator.evaluate(case)
+        evaluator.check(case.spec)
+        verdict = await evaluator.evaluate(case)
     except PolarError:
         raise
     except Exception as error:
         # A user's own evaluator may raise anything; that says nothing about the agent.
         raise EvaluationError(f"{case.spec.kind}: {error!r}") from error
+    if wrong := unusable(verdict):
+        raise EvaluationError(f"{case.spec.kind} returned {wrong}")
+    return verdict
 
 
 def _retries(error: PolarError) -> int:

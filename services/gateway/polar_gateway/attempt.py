@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -100,6 +101,12 @@ class Attempt:
             _log.warning("given up", attempt=self.label)
         except Superseded:
             _log.warning("superseded", attempt=self.label)
+        except BusError:
+            raise
+        except Exception as error:
+            # A user's own runtime may raise anything. Left to redelivery, nobody would learn what it was.
+            _log.exception("the attempt failed", attempt=self.label)
+            await self._broke(error)
         finally:
             # Not cancelled with us: what was started must be stopped, whoever is in a hurry.
             await asyncio.shield(spawn(self._stop(), name=f"stop:{self.label}"))
@@ -251,9 +258,15 @@ class Attempt:
             ending = replace(ending, fault="agent", cause=cause, detail=found.trouble)
         return found, ending
 
-    async def _lose(self) -> NoReturn:
+    async def _broke(self, error: Exception) -> None:
+        current = self._ledger.state.attempts.get(self._queued.attempt)
+        if current is None or current.exited is None:
+            with suppress(_GaveUp, Superseded):
+                await self._lose(self._redacted(f"its gateway failed at it: {error!r}")[:_TAIL])
+
+    async def _lose(self, detail: str = "its gateway was drained") -> NoReturn:
         """Give up before the attempt has ended; the scheduler decides on another. Raises _GaveUp or Superseded."""
-        lost = SessionLost(**about(self._queued), detail="its gateway was drained")
+        lost = SessionLost(**about(self._queued), detail=detail)
         sealed = [] if self._sealed() else [SessionSealed(**about(self._queued), reason="lost")]
         await self._ledger.publish(lost, *sealed)
         metrics.attempts.labels("infra", "node_lost").inc()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import orjson
 
-from polar_common.errors import ConfigError, HarnessError, PolarError, RuntimeFault, RuntimeUnavailable
+from polar_common.errors import ConfigError, PolarError, RuntimeFault, RuntimeUnavailable
 from polar_common.events import SessionQueued
 from polar_common.keys import SessionKey, sign
 from polar_common.task_spec import RuntimeChoice
@@ -177,18 +177,36 @@ class Preparation:
             call_timeout_s=settings.gateway_call_timeout_s,
         )
         try:
-            return harness.launch(context)
+            launch = harness.launch(context)
         except PolarError:
             raise
         except Exception as error:
             # A user's own adapter may raise anything; that is the harness's failure, not the gateway's.
-            raise HarnessError(f"{spec.harness.name}: {error!r}") from error
+            raise ConfigError(f"{spec.harness.name}: launch() raised {error!r}", "harness.name") from error
+        if wrong := _unlaunchable(launch):
+            raise ConfigError(f"{spec.harness.name}: launch() returned {wrong}", "harness.name")
+        return launch
 
     def _config_hash(self, launch: Launch) -> str:
         """The same for every session of a task: the session's own key is left out."""
         parts = [launch.argv, sorted(launch.env), dict(launch.files), dict(launch.folders)]
         told = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
         return hashlib.sha256(told.replace(self._key.encode(), b"KEY")).hexdigest()
+
+
+def _unlaunchable(launch: object) -> str:
+    """What an adapter returned where it should have been a `Launch` of texts; empty for a good one."""
+    if not isinstance(launch, Launch):
+        return f"a {type(launch).__name__} and not a Launch"
+    if not isinstance(launch.argv, tuple | list) or not launch.argv or not all(isinstance(a, str) for a in launch.argv):
+        return f"an argv that isn't a sequence of texts: {launch.argv!r}"
+    for field in ("env", "files", "folders"):
+        value = getattr(launch, field)
+        if not isinstance(value, Mapping) or not all(isinstance(x, str) for pair in value.items() for x in pair):
+            return f"{field} that don't map texts to texts"
+    if not isinstance(launch.cwd, str) or not isinstance(launch.stdin, bytes | None):
+        return "a cwd that isn't a text, or a stdin that isn't bytes"
+    return ""
 
 
 async def _error_of(work: Awaitable[None]) -> Exception | None:

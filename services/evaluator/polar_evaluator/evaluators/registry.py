@@ -35,8 +35,12 @@ def find(name: str) -> Evaluator:
         raise ConfigError(f"unknown evaluator {name!r}; known: {known}, or module:Class", "evaluator.kind")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot load {where!r}: {error}", "evaluator.kind") from error
-    if not (isinstance(found, type) and issubclass(found, Evaluator)):
-        raise ConfigError(f"{where!r} isn't an Evaluator", "evaluator.kind")
-    return found()
+        if not (isinstance(found, type) and issubclass(found, Evaluator)):
+            raise ConfigError(f"{where!r} isn't an Evaluator", "evaluator.kind")
+        made: Evaluator = found()
+    except ConfigError:
+        raise
+    except Exception as error:
+        # A user's own module may raise anything.
+        raise ConfigError(f"cannot load {where!r}: {error!r}", "evaluator.kind") from error
+    return made

@@ -94,8 +94,8 @@ class Harness(ABC):
     """One agent program. Subclasses are stateless; one instance serves all sessions."""
 
     name: ClassVar[str]
-    version: ClassVar[str]
-    """Of the pinned program; empty for `command`."""
+    version: ClassVar[str] = ""
+    """Of the program that `recipe` installs; empty where it installs nothing."""
     recipe: ClassVar[Recipe] = Recipe()
     apis: ClassVar[tuple[str, ...]] = ()
     """The model APIs it speaks here, the default first: `openai-chat`, `openai-responses`, `anthropic`, `google`."""

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 from polar_common.built_in import VERSION, known_names
 from polar_common.errors import ConfigError
-from polar_gateway.harnesses.base import Harness
+from polar_gateway.harnesses.base import Harness, Recipe
 
 __all__ = ["find", "names"]
 
@@ -64,8 +64,31 @@ def _found(name: str) -> Harness:
         raise ConfigError(f"unknown harness {name!r}; known: {', '.join(names())}, or module:Class", "harness.name")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot load {where!r}: {error}", "harness.name") from error
-    if not (isinstance(found, type) and issubclass(found, Harness)):
-        raise ConfigError(f"{where!r} isn't a Harness", "harness.name")
-    return found()
+        if not (isinstance(found, type) and issubclass(found, Harness)):
+            raise ConfigError(f"{where!r} isn't a Harness", "harness.name")
+        made: Harness = found()
+    except ConfigError:
+        raise
+    except Exception as error:
+        # A user's own module may raise anything.
+        raise ConfigError(f"cannot load {where!r}: {error!r}", "harness.name") from error
+    if wrong := _incomplete(made):
+        raise ConfigError(f"{where!r} {wrong}", "harness.name")
+    return made
+
+
+def _incomplete(harness: Harness) -> str:
+    """What a user's own class lacks that others rely on; empty where nothing does."""
+    if not isinstance(getattr(harness, "name", None), str) or not harness.name:
+        return "has no `name`"
+    if not isinstance(harness.version, str):
+        return f"has a `version` that isn't a text: {harness.version!r}"
+    if not isinstance(harness.recipe, Recipe):
+        return f"has a `recipe` that isn't a Recipe: {harness.recipe!r}"
+    if harness.recipe.kind != "none" and not harness.version:
+        return "installs something and has no `version`"
+    for field in ("apis", "known_args"):
+        value = getattr(harness, field)
+        if not isinstance(value, tuple | list | set | frozenset) or not all(isinstance(v, str) for v in value):
+            return f"has `{field}` that aren't names: {value!r}"
+    return ""
