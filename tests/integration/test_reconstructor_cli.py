@@ -113,8 +113,8 @@ async def test_an_empty_name_is_no_builds_and_not_all_builds(house: list[Script]
             await polar(*command)
     with pytest.raises(ConfigError, match="a build needs a name"):
         await polar("replay", "--build", "")
-    (exported,) = await polar("export", str(tmp_path / "t.jsonl"), "--build", "")
-    assert exported["traces"] == 0
+    with pytest.raises(ConfigError, match="no build of that name"):
+        await polar("export", str(tmp_path / "t.jsonl"), "--build", "")
     assert await polar("trace", "show", house[0].session) == before
 
 
@@ -126,6 +126,30 @@ async def test_a_builds_traces_are_bounded_and_dropped(house: list[Script], monk
     assert dropped["messages"] == 6 and [t["build"] for t in await polar("build", "list")] == ["live", "again"]
     with pytest.raises(ConfigError, match="no build of that name"):
         await polar("build", "drop", "agian")
+
+
+async def test_what_was_dropped_or_never_was_is_told_and_not_exported_as_nothing(
+    house: list[Script], tmp_path: Path
+) -> None:
+    await polar("replay", "--build", "pm")
+    file = tmp_path / "t.jsonl"
+    assert [(b["build"], b["held"]) for b in await polar("build", "list")] == [("live", 4), ("pm", 4)]
+    await polar("build", "drop", "pm")
+    assert [(b["build"], b["traces"], b["held"]) for b in await polar("build", "list")] == [
+        ("live", 4, 4),
+        ("pm", 4, 0),
+    ]
+    for command in (["export", str(file)], ["trace", "show", house[0].session]):
+        with pytest.raises(ConfigError, match=r"pm: its traces were dropped; `polar replay`"):
+            await polar(*command, "--build", "pm")
+        with pytest.raises(ConfigError, match="nope: there is no build of that name"):
+            await polar(*command, "--build", "nope")
+    assert not file.exists()
+    await polar("replay", "--build", "pm")
+    (told,) = await polar("export", str(file), "--build", "pm")
+    assert told["traces"] == 4
+    (difference,) = await polar("build", "diff", "live", "pm")
+    assert "last" not in difference["before"] and difference["before"]["traces"] == 4
 
 
 async def test_a_trace_is_found_by_session_number_or_id_and_shown_in_pieces(house: list[Script]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "BuildSummary",
     "Difference",
     "FateChange",
+    "check_held",
     "compare",
     "diff",
     "drop",
@@ -52,6 +53,8 @@ class BuildSummary:
     exact_spans: int = 0
     drifted_spans: int = 0
     ambiguous: int = 0
+    held: int = 0
+    """Traces that can still be read: none of a build that was dropped."""
     excluded: Counter[str] = field(default_factory=Counter)
     """Reason → completions."""
     chain_classes: Counter[str] = field(default_factory=Counter)
@@ -100,7 +103,20 @@ async def summaries(bus: Bus, build: str | None = None) -> list[BuildSummary]:
         async for stored in scan(bus, events_stream(segment), [subjects.build_filter(segment, build)]):
             if (event := _fact(stored)) is not None:
                 found.setdefault(event.build, BuildSummary(event.build)).add(event, stored.time)
+    for name, summary in found.items():
+        summary.held = len(await _trace_ids(bus, name))
     return list(found.values())
+
+
+async def check_held(bus: Bus, build: str) -> None:
+    """Raises ConfigError for a build that isn't there, or whose traces aren't."""
+    if await _trace_ids(bus, build):
+        return
+    found = await summaries(bus, build)
+    if not found:
+        raise ConfigError("there is no build of that name", build)
+    if found[0].traces:
+        raise ConfigError("its traces were dropped; `polar replay` under its name and rules makes them again", build)
 
 
 async def drop(bus: Bus, build: str) -> int:

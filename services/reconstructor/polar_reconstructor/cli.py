@@ -21,7 +21,7 @@ from polar_common.house import find_house
 from polar_common.permissions import ADMIN, TOOLS
 from polar_common.settings import cache_dir
 
-from .builds import BuildSummary, Difference, diff, drop, summaries
+from .builds import BuildSummary, Difference, check_held, diff, drop, summaries
 from .export import format_of, write
 from .origins import Archived, Log, Origin
 from .pool import Processes
@@ -169,6 +169,7 @@ def _summary(found: BuildSummary) -> dict[str, Any]:
         "sessions": found.sessions,
         "failed": found.failed,
         "traces": found.traces,
+        "held": found.held,
         "traces_per_session": found.traces_per_session,
         "trained": found.trained,
         "tokens": found.tokens,
@@ -180,7 +181,7 @@ def _summary(found: BuildSummary) -> dict[str, Any]:
 
 @build.command("list")
 def build_list(data: DataOption = None, json: JsonOption = False) -> None:
-    """All builds with their sums.
+    """All builds with their sums. `held` are the traces that can still be read: none of a build that was dropped.
 
     Example: polar build list
     """
@@ -238,7 +239,7 @@ def build_diff(before: str, after: str, data: DataOption = None, json: JsonOptio
     if json:
         emit(_difference(found))
         return
-    _print(f"{found.common:,} common sessions", [_summary(s) for s in (found.before, found.after)], False)
+    _print(f"{found.common:,} common sessions", [_compared(s) for s in (found.before, found.after)], False)
     facts = [("only in " + before, len(found.only_before)), ("only in " + after, len(found.only_after))]
     table("", ["", "count"], [*facts, ("traces with one id in both", found.same_traces)])
     if found.changes:
@@ -246,13 +247,18 @@ def build_diff(before: str, after: str, data: DataOption = None, json: JsonOptio
         table("completions whose fate changed", [before, after, "completions"], rows)
 
 
+def _compared(found: BuildSummary) -> dict[str, Any]:
+    """Sums over common sessions; what is said of a build as a whole is left out."""
+    return {key: value for key, value in _summary(found).items() if key not in ("held", "last")}
+
+
 def _difference(found: Difference) -> dict[str, Any]:
     changes = [
         {"session": c.session, "completion": c.completion, "before": c.before, "after": c.after} for c in found.changes
     ]
     return {
-        "before": _summary(found.before),
-        "after": _summary(found.after),
+        "before": _compared(found.before),
+        "after": _compared(found.after),
         "common": found.common,
         "only_before": found.only_before,
         "only_after": found.only_after,
@@ -273,8 +279,12 @@ def trace_show(
 
     Example: polar trace show s1-abcdefghijklmnopqrst-0
     """
-    found = _with_bus(data, lambda bus: find_traces(bus, name, build_name))
-    for one in found:
+
+    async def work(bus: Bus) -> list[Read]:
+        await check_held(bus, build_name)
+        return await find_traces(bus, name, build_name)
+
+    for one in _with_bus(data, work):
         _show(one, tokenizer, json)
 
 
@@ -322,5 +332,12 @@ def export(
     Example: polar export traces.parquet --build live
     """
     format_of(path)
-    count = _with_bus(data, lambda bus: write(path, build_traces(bus, build_name, run or None)))
+
+    async def work(bus: Bus) -> int:
+        await check_held(bus, build_name)
+        return await write(path, build_traces(bus, build_name, run or None))
+
+    count = _with_bus(data, work)
+    if not count:
+        warn(f"build {build_name} has no traces" + (f" of run {run}" if run else ""))
     _print("", [{"file": str(path), "build": build_name, "traces": count}], json)
