@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from polar_common.errors import ConfigError
+from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
 from polar_common.ids import new_id
 from polar_common.taskfile import load_tasks
@@ -19,11 +18,13 @@ from .house import _DATA, DataOption, JsonOption
 from .ingest import Ingest
 from .output import console, emit, table, warn
 from .sessions import runs_of
+from .waiting import Interrupted, interruptible, watch
 
 __all__ = ["Ingest", "run", "submit", "task"]
 
 _JUDGED = ("failed", "no_action", "budget_exhausted")
 _SHOWN = 20
+_NAMED = 8
 RunOption = Annotated[str, typer.Option("--run", help="Name of the run; by default the file's, else a new one.")]
 
 
@@ -32,7 +33,12 @@ def _handed_in(file: Path, run: str, data: Path) -> tuple[Ingest, str, list[dict
     ingest = Ingest(find_house(data if data != _DATA else None))
     name = run or named or f"run-{new_id()[:8]}"
     before = ingest.tasks_of(name)
-    handed_in = ingest.submit(name, tasks)
+    try:
+        with interruptible():
+            handed_in = ingest.submit(name, tasks)
+    except Interrupted as stopped:
+        warn(f"what run {name} has taken goes on; the same command with --run {name} hands in the rest")
+        raise typer.Exit(stopped.code) from None
     repeated = len(handed_in) - (ingest.tasks_of(name) - before)
     if before and repeated > 0:
         warn(f"handed in before under run {name}: {repeated} of {len(handed_in)} tasks; they don't run again")
@@ -68,7 +74,12 @@ def run(
     Example: polar run examples/quickstart/tasks.yaml
     """
     ingest, name, tasks = _handed_in(file, run, data)
-    finished = _watch(ingest, name, sum(len(t["sessions"]) for t in tasks), timeout_s, quiet=json)
+    try:
+        with interruptible():
+            finished = watch(ingest, name, sum(len(t["sessions"]) for t in tasks), timeout_s, quiet=json)
+    except Interrupted as stopped:
+        _goes_on(ingest, name, tasks)
+        raise typer.Exit(stopped.code) from None
     rows = [_task_row(ingest, t) for t in tasks]
     if json:
         for row in rows:
@@ -76,34 +87,22 @@ def run(
     else:
         _print_summary(name, rows)
     if not finished:
+        _goes_on(ingest, name, tasks)
         raise typer.Exit(1)
 
 
-def _watch(ingest: Ingest, run: str, sessions: int, timeout_s: float, *, quiet: bool) -> bool:
-    """Progress until every group is closed. False at the timeout."""
-    deadline = time.monotonic() + timeout_s
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=quiet, transient=True) as progress:
-        bar = progress.add_task("sessions", total=sessions)
-        told = ""
-        while time.monotonic() < deadline:
-            state = ingest.get(f"/v1/runs/{run}")
-            ended = sum(state["outcomes"].values())
-            live = "  ".join(f"{n} {phase}" for phase, n in sorted(state["phases"].items()))
-            progress.update(bar, completed=ended, description=live or "closing groups")
-            # A pipe shows no bar: a line whenever something changed keeps a log readable.
-            if not console.is_terminal and not quiet and (line := f"{ended}/{sessions} ended  {live}") != told:
-                console.print(line, markup=False)
-                told = line
-            if state["finished"]:
-                return True
-            time.sleep(0.5)
-    return False
+def _goes_on(ingest: Ingest, run: str, tasks: list[dict[str, Any]]) -> None:
+    """What is left behind by who stops watching, and how to end it."""
+    try:
+        state = ingest.get(f"/v1/runs/{run}")
+    except (PolarError, httpx.HTTPError):
+        state = {"finished": False, "phases": {}}
+    if state["finished"]:
+        return
+    live = ", ".join(f"{n} {phase}" for phase, n in sorted(state["phases"].items()))
+    warn(f"run {run} goes on{f' ({live})' if live else ''}; the same command with --run {run} watches it again")
+    warn(f"to end it, cancel its tasks ({', '.join(t['id'] for t in tasks[:_NAMED])}{' …' * (len(tasks) > _NAMED)}):")
+    warn(f"  polar task {tasks[0]['id']} --run {run} --cancel")
 
 
 def _task_row(ingest: Ingest, handed_in: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from polar_common.cli.output import console, emit, table
+from polar_common.cli.waiting import Interrupted, interruptible
 from polar_common.errors import ConfigError
 from polar_common.settings import cache_dir
 from polar_gateway.harnesses import registry, toolchain
@@ -90,10 +91,13 @@ def try_out(
     if not jobs_of(name, harness):
         raise ConfigError(f"{harness.name} has no job of its own: give it a task", "name")
     toolchain.ensure(harness, cache_dir() / "harness")
-    with house_of(data) as (house, temporary):
-        if temporary and not json:
-            console.print("no house runs here: trying it on a temporary one", markup=False)
-        rows = tried(house, name, harness, timeout_s)
+    try:
+        with interruptible(), house_of(data) as (house, temporary):
+            if temporary and not json:
+                console.print("no house runs here: trying it on a temporary one", markup=False)
+            rows = tried(house, name, harness, timeout_s, quiet=json)
+    except Interrupted as stopped:
+        raise typer.Exit(stopped.code) from None
     if json:
         for row in rows:
             emit(row)

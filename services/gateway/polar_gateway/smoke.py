@@ -7,13 +7,14 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from polar_common.bus import Bus
-from polar_common.cli.tasks import Ingest
+from polar_common.cli.ingest import Ingest
+from polar_common.cli.output import warn
+from polar_common.cli.waiting import watch
 from polar_common.errors import ConfigError, PolarError
 from polar_common.events import CompletionAborted, CompletionCaptured, Event
 from polar_common.house.layout import Endpoint, find_house
@@ -26,6 +27,7 @@ __all__ = ["house_of", "jobs_of", "summary", "tried"]
 
 INSTRUCTION = "Create hello.txt containing hi"
 _NEEDS: dict[str, dict[str, Any]] = {"aider": {"files": ["hello.txt"]}}
+_CANCEL_S = 20
 _WITHOUT = ("command", "lm_eval")
 """These run what a user names; there is nothing they'd do by themselves."""
 # Long enough for any harness's first prompt in the small vocabulary of the scripted engine.
@@ -49,7 +51,8 @@ def _task(name: str, harness: Harness, api: str) -> TaskSpec:
         instruction=INSTRUCTION,
         harness=HarnessSpec(name=name, args=args),
         evaluator=EvaluatorSpec(command='test "$(cat hello.txt)" = hi'),
-        limits=Limits(attempt_s=600, session_s=900, attempts=1, calls=50),
+        # A small model may go on for ever; one that can do this needs a fraction.
+        limits=Limits(attempt_s=600, session_s=900, attempts=1, calls=20, max_tokens_per_call=1024, total_tokens=4096),
     )
 
 
@@ -57,16 +60,18 @@ def _task(name: str, harness: Harness, api: str) -> TaskSpec:
 def house_of(data: Path | None) -> Iterator[tuple[Endpoint, bool]]:
     """The house that runs, or a temporary one (True) with the scripted engine, which is stopped at the end."""
     try:
-        yield find_house(data), False
-        return
+        found = find_house(data)
     except ConfigError:
         if data is not None:
             raise
+    else:
+        yield found, False
+        return
     with tempfile.TemporaryDirectory(prefix="polar-harness-") as directory:
         here = Path(directory) / "house"
         settings = [x for k, v in _SETTINGS.items() for x in ("--setting", f"{k}={v}")]
-        _polar("up", "--detach", "--data", str(here), "--model", "tiny", *settings)
         try:
+            _polar("up", "--detach", "--data", str(here), "--model", "tiny", *settings)
             yield find_house(here), True
         finally:
             _polar("down", "--data", str(here))
@@ -81,21 +86,37 @@ def _polar(*arguments: str) -> None:
         raise PolarError(f"`polar {arguments[0]}`: {(done.stderr or done.stdout).strip()[-1500:]}")
 
 
-def tried(house: Endpoint, name: str, harness: Harness, timeout_s: float) -> list[dict[str, Any]]:
-    """Run the task over every API and say what became of each. Raises PolarError where a house doesn't answer."""
+def tried(
+    house: Endpoint, name: str, harness: Harness, timeout_s: float, *, quiet: bool = False
+) -> list[dict[str, Any]]:
+    """Run the task over every API, telling how it goes unless `quiet`, and say what became of each. What it hands in
+    is cancelled at the timeout and at an interrupt. Raises PolarError where a house doesn't answer."""
     jobs = jobs_of(name, harness)
     ingest = Ingest(house)
     run = f"harness-{harness.name.replace('_', '-')}-{new_id()[:8]}"
-    handed_in = ingest.submit(run, [task for _, task in jobs])
-    deadline = time.monotonic() + timeout_s
-    while not ingest.get(f"/v1/runs/{run}")["finished"] and time.monotonic() < deadline:
-        time.sleep(0.5)
+    try:
+        handed_in = ingest.submit(run, [task for _, task in jobs])
+        if not watch(ingest, run, len(jobs), timeout_s, quiet=quiet):
+            warn(f"not over after {timeout_s:.0f} s; what still runs is cancelled")
+            _cancel(ingest, run, jobs)
+            watch(ingest, run, len(jobs), _CANCEL_S, quiet=True)
+    except KeyboardInterrupt:
+        # Nobody else wants these sessions.
+        _cancel(ingest, run, jobs)
+        warn(f"interrupted; the sessions of run {run} are cancelled")
+        raise
     sessions = [ingest.get(f"/v1/sessions/{t['sessions'][0]}") for t in handed_in]
     events = asyncio.run(_events(house, [s["session"] for s in sessions]))
     return [
         {"harness": harness.name, "version": harness.version, "run": run, "api": api, **summary(session, told)}
         for (api, _), session, told in zip(jobs, sessions, events, strict=True)
     ]
+
+
+def _cancel(ingest: Ingest, run: str, jobs: list[tuple[str, TaskSpec]]) -> None:
+    for _, task in jobs:
+        if (found := ingest.find(f"/v1/tasks/{task.id}?run={run}")) is not None:
+            ingest.post(f"/v1/tasks/{found['task']}/cancel", {})
 
 
 async def _events(house: Endpoint, sessions: list[str]) -> list[list[Event]]:

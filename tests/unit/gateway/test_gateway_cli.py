@@ -54,6 +54,8 @@ def test_the_list_names_what_is_installed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_each_api_has_its_job_and_some_harnesses_have_none() -> None:
     assert [api for api, _ in jobs_of("pi", registry.find("pi"))] == list(registry.find("pi").apis)
     assert jobs_of("pi", registry.find("pi"))[0][1].harness.args == {"api": "openai-chat"}
+    limits = jobs_of("pi", registry.find("pi"))[0][1].limits
+    assert limits.max_tokens_per_call and limits.total_tokens and limits.total_tokens < 10_000
     [(api, task)] = jobs_of("codex@0.80.0", registry.find("codex@0.80.0"))
     assert (api, task.harness.name, task.harness.args) == ("openai-responses", "codex@0.80.0", {})
     assert jobs_of("aider", registry.find("aider"))[0][1].harness.args == {"files": ["hello.txt"]}
