@@ -170,6 +170,12 @@ async def test_a_trace_is_found_by_session_number_or_id_and_shown_in_pieces(hous
             await polar("trace", "show", wrong)
 
 
+def test_a_trace_without_colours_says_what_each_stretch_is(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._show_text([("prompt", "Say it", 2), ("sampled", "it", 1), ("masked", "no", 1)])
+    lines = ["── prompt, 2 tokens", "Say it", "── sampled, 1 tokens", "it", "── masked, 1 tokens", "no"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "arrow", "parquet"])
 async def test_exports_come_back_as_they_were(house: list[Script], tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"traces.{ending}"

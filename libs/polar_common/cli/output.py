@@ -12,8 +12,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["console", "emit", "fail", "table", "warn"]
+__all__ = ["console", "emit", "fail", "records", "table", "warn"]
 
+_IDS = ("session", "completion", "trace")
+"""Columns that stay whole, as somebody will copy them: but for a terminal in which nothing else would be left."""
+_NARROW = 60
 _PIPE_COLUMNS = 200
 """A pipe has no width: wide enough that ids stay whole."""
 
@@ -60,12 +63,27 @@ def fail(text: str, code: int = 1) -> NoReturn:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table; numbers are right-aligned. Cells are plain text, never markup: they may come from a harness."""
     out = Table(title=title or None, title_justify="left", header_style="bold", pad_edge=False, box=None)
+    whole = console.width >= _NARROW
     for index, name in enumerate(columns):
         number = any(isinstance(r[index], int | float) for r in rows)
-        out.add_column(name, justify="right" if number else "left", overflow="fold")
+        out.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=whole and name in _IDS)
     for row in rows:
         out.add_row(*(Text(_cell(c).translate(_VISIBLE)) for c in row))
     console.print(out)
+
+
+def records(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table where its cells fit into the width that there is, else one field a line, so that ids stay whole."""
+    cells = [[str(c) for c in columns], *([_cell(v) for v in row] for row in rows)]
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in zip(*cells, strict=True)]
+    if sum(widths) + len(widths) - 1 <= console.width:
+        table("", columns, rows)
+        return
+    name_width = max(len(c) for c in columns)
+    for number, row in enumerate(cells[1:], 1):
+        console.print(f"── row {number}", markup=False, style="dim")
+        for name, cell in zip(columns, row, strict=True):
+            console.print(f"{name:<{name_width}}  {cell}", markup=False)
 
 
 def _cell(value: Any) -> str:

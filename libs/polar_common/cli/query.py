@@ -11,7 +11,7 @@ from polar_common.errors import PolarError
 from polar_common.house import find_house
 
 from .house import _DATA, DataOption, JsonOption
-from .output import emit, table
+from .output import emit, records
 
 __all__ = ["ask", "query", "quoted"]
 
@@ -45,4 +45,4 @@ def query(
         for row in rows:
             emit(dict(zip(columns, row, strict=True)))
     else:
-        table("", columns, rows)
+        records(columns, rows)

@@ -309,15 +309,25 @@ def _show(read: Read, tokenizer: Path | None, json: bool) -> None:
     facts = f"session {trace.session}/{trace.number}, build {trace.build}, rules {trace.rules}, {trace.status}, "
     tokens = f"{len(read.prompt):,} + {len(read.response):,} tokens, {trace.action_tokens:,} trained"
     console.print(Text(f"{facts}{trace.chain_class}, {tokens}"))
-    console.print(Text.assemble(*((f" {source} ", style) for source, style in _COLOURS.items())))
     if vocabulary is None:
         warn("no tokenizer of this model found: ids instead of text (give --tokenizer)")
-    console.print(Text.assemble(*((text, _COLOURS[source]) for source, text, _ in shown)))
+    _show_text(shown)
     rows = [
         (s.completion[:12], s.start, s.length, s.trained, s.reason or None, s.context_exact, s.drift_class or None)
         for s in trace.spans
     ]
     table("spans", ["completion", "start", "tokens", "trained", "reason", "exact", "drift"], rows)
+
+
+def _show_text(shown: list[tuple[str, str, int]]) -> None:
+    """By colours with their legend; where there are none, each stretch under its name."""
+    if console.color_system is not None and not console.no_color:
+        console.print(Text.assemble(*((f" {source} ", style) for source, style in _COLOURS.items())))
+        console.print(Text.assemble(*((text, _COLOURS[source]) for source, text, _ in shown)))
+        return
+    for source, text, tokens in shown:
+        console.print(Text(f"── {source}, {tokens:,} tokens"))
+        console.print(Text(text))
 
 
 def export(
