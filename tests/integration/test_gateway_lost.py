@@ -16,7 +16,9 @@ from polar_common.bus import Bus
 from polar_common.events import SessionClaimed, SessionExited, SessionSealed, now
 from polar_common.ids import new_id
 from polar_common.nats_server import NatsServer, free_port
+from polar_gateway.handlers import Gateway
 from polar_gateway.reaper import reap_once
+from polar_runtime.process import Process
 
 pytestmark = pytest.mark.nats
 
@@ -122,6 +124,43 @@ async def test_who_lost_its_lease_publishes_nothing_more_even_where_it_was_cance
         attempt.interrupt("lost")
         assert await kit.idle(gateway)
         assert kit.names(await kit.load(bus, session))[-1] == "running"
+
+
+async def test_a_cancel_that_the_follower_missed_is_seen_at_the_next_event(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gateway, "follow_cancels", lambda self: asyncio.sleep(300))
+    spec = kit.script("sleep 300", runtime={"prepare": [{"exec": "while ! test -e go; do sleep 0.05; done"}]})
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, spec)
+        work = tmp_path / "run" / "attempts" / f"{session}.1" / "work"
+        async with asyncio.timeout(10):
+            while not work.is_dir():
+                await asyncio.sleep(0.02)
+        await kit.cancel(bus, session)
+        (work / "go").touch()
+        state = await kit.over(bus, session, timeout=10)
+    assert kit.names(state)[-4:] == ["initialized", "sealed", "exited", "artifacts"]
+    assert state.attempts[1].exited is not None and state.attempts[1].exited.cancelled
+
+
+async def test_a_cancel_while_the_harness_is_being_started_ends_it(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Process.start
+
+    async def slowly(*args: Any, **kwargs: Any) -> Process:
+        if kwargs["stdin"]:
+            await kit.cancel(bus, session)
+            await asyncio.sleep(1)
+        return await start(*args, **kwargs)
+
+    monkeypatch.setattr(Process, "start", slowly)
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, kit.script("sleep 300"))
+        state = await kit.over(bus, session, timeout=10)
+    assert kit.names(state)[-4:] == ["running", "sealed", "exited", "artifacts"]
+    assert state.attempts[1].exited is not None and state.attempts[1].exited.cancelled
 
 
 async def test_a_gateway_that_was_stopped_beyond_its_lease_kills_its_runtime(

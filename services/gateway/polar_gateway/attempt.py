@@ -175,8 +175,7 @@ class Attempt:
                 await self._lose()
             if why is not None:
                 await self._seal("cancelled" if why == "cancelled" else "timeout")
-                await runtime.cancel()
-                await asyncio.wait({work}, timeout=_KILL_S)
+                await self._killed(work, runtime)
             unkillable = RuntimeFault("the harness couldn't be killed")
             self._end = end = work.result() if work.done() else HarnessEnd(fault=unkillable)
         finally:
@@ -186,6 +185,13 @@ class Attempt:
         await self._seal("limit" if end.exhausted else "exited")
         ending = await judged(self._house.bus, self._queued, prepared, end, why, self._key)
         return replace(ending, run_s=run_s)
+
+    async def _killed(self, work: asyncio.Task[HarnessEnd], runtime: Runtime) -> None:
+        """Again and again: a harness that is only just being started isn't there to be killed yet."""
+        until = time.monotonic() + _KILL_S
+        while not work.done() and time.monotonic() < until:
+            await runtime.cancel()
+            await asyncio.wait({work}, timeout=0.5)
 
     # -- POSTRUN
 

@@ -45,6 +45,8 @@ class Interrupts:
 
     async def first(self, work: asyncio.Task[T], until: float) -> Interrupt | None:
         """None when `work` is over first (it goes on otherwise), else what came before."""
+        if self._came.done() and not work.done():
+            return self._why
         waited: set[asyncio.Future[Any]] = {work, self._came}
         timeout = max(0.0, until - time.monotonic())
         await asyncio.wait(waited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
