@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from polar_common.packing import pack
 from polar_common.traces import TraceImage, trace_hash
 from polar_engine.models import ensure_model, weights_hash
 from polar_engine.testing import engine_thread
-from polar_train.fidelity import TOLERANCE, Options, Policies, Report, check
+from polar_train.fidelity import TOLERANCE, Options, Policies, Report, check, recompute
 from polar_train.fidelity.policies import known_models, published
 from polar_train.fidelity.source import choose
 
@@ -318,6 +319,7 @@ async def test_the_command(
     assert one.exit_code == 0, one.output
     found = orjson.loads(one.stdout)
     assert found["in_scope"]["share"] == 1.0 and found["contexts"]["exact"]["spans"] == 2
+    assert "recomputing traces: 2 of 2" in one.stderr
     assert [w["context"] for w in found["worst"]] == ["exact"] * 5 and found["versions"] == {"v0": str(TINY)}
     both = await polar("--model", str(TINY), "--strict", "--sample", "0")
     assert both.exit_code == 1
@@ -331,3 +333,31 @@ async def test_the_command(
     ):
         refused = await polar(*arguments)
         assert isinstance(refused.exception, ConfigError) and told in str(refused.exception)
+
+
+async def test_a_check_that_is_interrupted_ends_and_so_does_its_thread(
+    client: EngineClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(4):
+        await conversation(client, bus, index)
+    taken = 0
+    take = recompute._take
+
+    def slow(*arguments: object) -> None:
+        nonlocal taken
+        taken += 1
+        time.sleep(0.05)
+        take(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recompute, "_take", slow)
+    monkeypatch.setattr(recompute, "_LOGITS", 1)
+    running = asyncio.ensure_future(checked(bus))
+    while taken < 3:
+        await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.sleep(2)
+    before = taken
+    await asyncio.sleep(0.5)
+    assert taken == before < 60

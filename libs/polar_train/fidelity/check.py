@@ -73,11 +73,20 @@ async def check(bus: Bus, options: Options, policies: Policies, on_progress: Pro
             if on_progress is not None:
                 on_progress(report.checked + share * size, len(chosen.names))
 
-        await asyncio.to_thread(checker.window, window, told)
+        try:
+            await asyncio.to_thread(checker.window, window, told)
+        except asyncio.CancelledError:
+            # Nobody can end a thread from outside, and the process would wait for it.
+            checker.stopped = True
+            raise
         report.checked += len(window)
     report.unreadable, report.details = chosen.unreadable, [*checker.details, *chosen.details]
     report.versions = {v: str(place.path or place.reason) for v, place in policies.used.items()}
     return report
+
+
+class _Stopped(Exception):
+    """Nobody waits for the numbers any more."""
 
 
 class _Checker:
@@ -85,6 +94,7 @@ class _Checker:
 
     def __init__(self, report: Report, policies: Policies, threads: int) -> None:
         self.details: list[str] = []
+        self.stopped = False
         self._report = report
         self._policies = policies
         self._threads = threads
@@ -151,9 +161,13 @@ class _Checker:
             finished += count
             told(finished / len(items))
 
-        for group, found in zip(groups, model.logprobs(items, on_done), strict=True):
+        for group, found in zip(groups, model.logprobs(items, on_done, self._go_on), strict=True):
             for (task, part), values in zip(group, found, strict=True):
                 task.values[part.start : part.stop] = values
+
+    def _go_on(self) -> None:
+        if self.stopped:
+            raise _Stopped
 
     def _load(self, path: Path) -> Recomputer | None:
         if self._model is not None and self._model.path == path:

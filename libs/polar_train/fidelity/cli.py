@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from polar_common.bus import Bus
@@ -27,6 +28,8 @@ from .scope import OUTSIDE, TOLERANCE
 from .tally import Report, Worst
 
 __all__ = ["fidelity"]
+
+_errors = Console(stderr=True, highlight=False)
 
 
 def fidelity(
@@ -55,7 +58,7 @@ def fidelity(
     settings = HouseSettings()
     models = find_models(model, served_root(data or settings.data))
     options = Options(build, run, tuple(session or ()), sample, seed, worst, threads)
-    report, gaps = asyncio.run(_measure(_url(settings, data), settings, options, models, recompute, native, json))
+    report, gaps = asyncio.run(_measure(_url(settings, data), settings, options, models, recompute, native))
     _tell(report, gaps, models, json)
     if strict and report is not None and not report.faultless:
         raise typer.Exit(1)
@@ -70,15 +73,25 @@ def _url(settings: HouseSettings, data: Path | None) -> str:
 
 @dataclass(slots=True)
 class _Bar:
+    """A bar on a terminal, else a line whenever another tenth is done."""
+
     progress: Progress
-    task: TaskID
+    what: str
+    tenth: int = -1
+    task: TaskID = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.task = self.progress.add_task(self.what, total=None)
 
     def __call__(self, done: float, total: int) -> None:
         self.progress.update(self.task, completed=done, total=total)
+        if self.progress.disable and not _errors.is_terminal and int(10 * done / max(1, total)) > self.tenth:
+            self.tenth = int(10 * done / max(1, total))
+            _errors.print(f"{self.what}: {done:.0f} of {total}", markup=False)
 
 
 async def _measure(
-    url: str, settings: HouseSettings, options: Options, models: Models, recompute: bool, native: bool, quiet: bool
+    url: str, settings: HouseSettings, options: Options, models: Models, recompute: bool, native: bool
 ) -> tuple[Report | None, GapReport | None]:
     user, password = settings.nats_user, settings.nats_password.get_secret_value()
     bus = await Bus.connect(url, "fidelity", user=user, password=password, wait_s=5.0)
@@ -89,15 +102,15 @@ async def _measure(
         TimeRemainingColumn(),
     )
     try:
-        with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
+        with Progress(*columns, console=_errors, disable=not _errors.is_terminal, transient=True) as bar:
             report = gaps = None
             if recompute:
                 known = await published(bus, await LiveSource(bus).streams("events"))
                 policies = Policies(known, models.base, models.by_hash)
-                told = _Bar(bar, bar.add_task("recomputing traces", total=None))
+                told = _Bar(bar, "recomputing traces")
                 report = await check(bus, options, policies, told)
             if native:
-                told = _Bar(bar, bar.add_task("rendering traces", total=None))
+                told = _Bar(bar, "rendering traces")
                 gaps = await deployment_gap(bus, options, models.renderer, told)
             return report, gaps
     finally:

@@ -77,13 +77,19 @@ class Recomputer:
             return "beyond_vocabulary"
         return "too_long" if self._positions and len(ids) > self._positions else ""
 
-    def logprobs(self, items: Sequence[Item], on_done: Callable[[int], None] | None = None) -> list[list[Floats]]:
+    def logprobs(
+        self,
+        items: Sequence[Item],
+        on_done: Callable[[int], None] | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> list[list[Floats]]:
         """Per item and want: float64[stop - start], under the want's own sampling; -inf outside its kept set, NaN for
-        a sequence's first id, which nothing predicts. `on_done` is told the items finished."""
+        a sequence's first id, which nothing predicts. `on_done` is told the items finished; `on_step` is
+        called every second or so, and may raise to end it."""
         found: list[list[Floats]] = [[np.full(w.stop - w.start, np.nan) for w in item.wants] for item in items]
         with torch.inference_mode():
             for batch in self._batches(items):
-                self._run([items[i] for i in batch], [found[i] for i in batch])
+                self._run([items[i] for i in batch], [found[i] for i in batch], on_step or _nothing)
                 if on_done is not None:
                     on_done(len(batch))
         return found
@@ -99,7 +105,7 @@ class Recomputer:
         if batch:
             yield batch
 
-    def _run(self, items: Sequence[Item], out: Sequence[list[Floats]]) -> None:
+    def _run(self, items: Sequence[Item], out: Sequence[list[Floats]], on_step: Callable[[], None]) -> None:
         width = max(item.length for item in items)
         tokens = torch.zeros((len(items), width), dtype=torch.long)
         for row, item in enumerate(items):
@@ -107,6 +113,7 @@ class Recomputer:
         step = max(1, self._rows // len(items))
         cache = DynamicCache(config=self._network.config)
         for begin in range(0, width, step):
+            on_step()
             end = min(begin + step, width)
             needed = _needed(items, begin, end)
             # A model has to be asked for one row at least.
@@ -118,6 +125,10 @@ class Recomputer:
             for row, item in enumerate(items):
                 for want, into in zip(item.wants, out[row], strict=True):
                     _take(answer.logits[row], places, begin, end, item.ids, want, into)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _needed(items: Sequence[Item], begin: int, end: int) -> list[int]:
