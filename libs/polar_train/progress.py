@@ -16,11 +16,13 @@ from nats.js.errors import NotFoundError
 from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError
+from polar_common.ids import new_id
 from polar_common.topology import ConsumerSpec
 
 __all__ = ["Progress", "Step", "open_consumer"]
 
 _VERSION = 1
+_HOLDER = "polar-holder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Progress:
         self.epoch = 0
         self.floor = 0
         self.last_step = -1
+        self.holder, self.opened = new_id(), False
+        """Who reads, as its consumer names it, and whether it has had that consumer."""
         self._run, self._build = run, build
         self._open: set[int] = set()
         """Delivered, neither used nor dropped."""
@@ -146,7 +150,10 @@ def _steps(values: Iterable[dict[str, Any]]) -> list[Step]:
 
 
 async def open_consumer(bus: Bus, spec: ConsumerSpec, progress: Progress, segment: str) -> None:
-    """Make the durable consumer stand at the checkpoint: anew behind its floor, unless it stands there already.
+    """Make the durable consumer stand at the checkpoint: anew behind its floor.
+
+    A trainer takes it from its predecessor, and opens it again if nobody has taken it since: raises ConfigError where
+    somebody has.
 
     Steps that the log knows and the checkpoint doesn't mean a return to an older one: a new epoch begins, so that their
     numbers can be used again.
@@ -157,10 +164,15 @@ async def open_consumer(bus: Bus, spec: ConsumerSpec, progress: Progress, segmen
         if epoch > progress.epoch or step > progress.last_step:
             progress.epoch = epoch + 1
     try:
+        found = await bus.js.consumer_info(spec.stream, spec.durable)
+        if progress.opened and (found.config.metadata or {}).get(_HOLDER) != progress.holder:
+            raise ConfigError(f"another trainer runs as {progress.trainer!r}: give each a name of its own", "trainer")
         await bus.js.delete_consumer(spec.stream, spec.durable)
     except NotFoundError:
         pass
     config = spec.config()
+    config.metadata = {_HOLDER: progress.holder}
     if progress.floor:
         config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, progress.floor + 1
     await bus.js.add_consumer(spec.stream, config)
+    progress.opened = True

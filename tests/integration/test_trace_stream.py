@@ -272,6 +272,19 @@ async def test_what_was_dropped_is_demanded_again_once_nothing_else_is_there(bus
     await stream.close()
 
 
+async def test_of_two_trainers_under_one_name_the_older_is_told(bus: Bus, stream: TraceStream) -> None:
+    """Each would take the consumer from the other for ever, and both would train the same groups."""
+    first = await close_group(bus, "a", [1.0, 0.0])
+    assert [g.task for g in await taken(stream, 1)] == [first]
+    second = TraceStream(bus, trainer="t1", run="run")
+    assert [g.task for g in await taken(second, 1)] == [first]
+    with pytest.raises(ConfigError, match="another trainer runs as 't1'"):
+        await stream.next(15)
+    later = await close_group(bus, "b", [1.0, 0.0])
+    assert [g.task for g in await taken(second, 1)] == [later]
+    await second.close()
+
+
 @pytest.mark.parametrize(("order", "expected"), [("priority", "high low mid"), ("fifo", "low mid high")])
 async def test_orders(bus: Bus, order: Any, expected: str) -> None:
     named = {}
