@@ -341,6 +341,21 @@ async def test_chosen_files_are_kept_without_the_key(bus: Bus, tmp_path: Path) -
     assert "removed" in await body(bus, artifacts.files["/home/agent/logs/a.txt"])
 
 
+async def test_a_configuration_is_told_by_all_that_the_harness_is_given_wherever_it_runs(
+    bus: Bus, tmp_path: Path
+) -> None:
+    found = {}
+    for isolation in ("auto", "none"):
+        async with kit.gateway(bus, kit.settings(tmp_path, gateway_isolation=isolation)):
+            for value in ("1", "2"):
+                harness = HarnessSpec(name="command", args={"script": "true", "env": {"EFFORT": value}})
+                spec = TaskSpec(id=f"{isolation}{value}", instruction="do", harness=harness)
+                attempt = (await kit.over(bus, await kit.release(bus, spec))).attempts[1]
+                assert attempt.initialized is not None
+                found[isolation, value] = attempt.initialized.harness_config_hash
+    assert found["auto", "1"] == found["none", "1"] != found["auto", "2"] == found["none", "2"]
+
+
 async def test_what_is_told_of_a_harness_is_without_its_key(bus: Bus, tmp_path: Path) -> None:
     spec = kit.script('echo "$OPENAI_API_KEY"; echo "$OPENAI_API_KEY" >&2; exit 3')
     async with kit.gateway(bus, kit.settings(tmp_path)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 import orjson
@@ -95,10 +95,11 @@ class Preparation:
         await self._upload_files(runtime)
         for step in spec.runtime.prepare:
             await runtime.check(["/bin/sh", "-c", step.exec], timeout=step.timeout_s)
-        launch = self._launch(harness, runtime, mounts)
+        context = self._context(runtime, mounts)
+        launch = self._launch(harness, context)
         await place_files(runtime, launch)
         await runtime.snapshot()
-        return Prepared(harness, launch, self._config_hash(launch))
+        return Prepared(harness, launch, self._config_hash(harness, context))
 
     async def stop(self) -> RuntimeStats:
         """Stop and remove the runtime, if there is one; any number of times. Raises RuntimeFault."""
@@ -161,9 +162,9 @@ class Preparation:
         except RuntimeFault as error:
             raise ConfigError(str(error), "files") from error
 
-    def _launch(self, harness: Harness, runtime: Runtime, mounts: tuple[Mount, ...]) -> Launch:
+    def _context(self, runtime: Runtime, mounts: tuple[Mount, ...]) -> LaunchContext:
         settings, spec = self._house.settings, self._queued.spec
-        context = LaunchContext(
+        return LaunchContext(
             instruction=spec.instruction,
             workdir=runtime.workdir,
             home=runtime.home,
@@ -176,22 +177,27 @@ class Preparation:
             toolchain=runtime.inside(mounts[0]) if mounts else TOOLCHAIN,
             call_timeout_s=settings.gateway_call_timeout_s,
         )
+
+    def _launch(self, harness: Harness, context: LaunchContext) -> Launch:
+        name = self._queued.spec.harness.name
         try:
             launch = harness.launch(context)
         except PolarError:
             raise
         except Exception as error:
             # A user's own adapter may raise anything; that is the harness's failure, not the gateway's.
-            raise ConfigError(f"{spec.harness.name}: launch() raised {error!r}", "harness.name") from error
+            raise ConfigError(f"{name}: launch() raised {error!r}", "harness.name") from error
         if wrong := _unlaunchable(launch):
-            raise ConfigError(f"{spec.harness.name}: launch() returned {wrong}", "harness.name")
+            raise ConfigError(f"{name}: launch() returned {wrong}", "harness.name")
         return launch
 
-    def _config_hash(self, launch: Launch) -> str:
-        """The same for every session of a task: the session's own key is left out."""
-        parts = [launch.argv, sorted(launch.env), dict(launch.files), dict(launch.folders)]
-        told = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
-        return hashlib.sha256(told.replace(self._key.encode(), b"KEY")).hexdigest()
+    def _config_hash(self, harness: Harness, context: LaunchContext) -> str:
+        """The same for every session of a task, wherever it runs: of a launch with nobody's key and places."""
+        base, home = "http://polar/s/KEY", "/home/agent"
+        common = replace(context, base_url=base, api_key="KEY", workdir="/workspace", home=home, toolchain=TOOLCHAIN)
+        launch = self._launch(harness, common)
+        parts = [launch.argv, dict(launch.env), dict(launch.files), dict(launch.folders)]
+        return hashlib.sha256(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _unlaunchable(launch: object) -> str:
