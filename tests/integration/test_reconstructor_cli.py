@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 import pytest
 import typer
+from test_reconstructor import closed
 from tests.scripted_sessions import Script
 from typer.testing import CliRunner
 
@@ -17,10 +18,12 @@ from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError, TraceError
-from polar_common.events import ImageRef
+from polar_common.events import BuildReconstructed, ImageRef
+from polar_common.exclusions import MEANINGS
 from polar_common.ids import FIRST_SEGMENT, task_id
 from polar_common.nats_server import NatsServer
 from polar_reconstructor import cli
+from polar_reconstructor.builds import read_build
 from polar_reconstructor.export import check, read_rows
 from polar_reconstructor.handlers import Reconstructor
 from polar_reconstructor.rules import BUILT_IN
@@ -170,6 +173,23 @@ async def test_a_trace_is_found_by_session_number_or_id_and_shown_in_pieces(hous
             await polar("trace", "show", wrong)
 
 
+async def test_a_completion_that_isnt_trained_is_shown_with_its_reason(
+    house: list[Script], bus: Bus, tmp_path: Path
+) -> None:
+    rules = tmp_path / "short.yaml"
+    rules.write_text("rule: exact\nmax_trace_tokens: 7\n")
+    await polar("replay", "--build", "short", "--rules", str(rules))
+    fact = (await read_build(bus, FIRST_SEGMENT, "short"))[house[0].session]
+    assert isinstance(fact, BuildReconstructed)
+    for completion in fact.excluded:
+        shown = await polar("trace", "show", completion, "--build", "short")
+        [one] = [s for s in shown if s["session"] == house[0].session]
+        assert (one["completion"], one["reason"]) == (completion, "max_length")
+        assert one["meaning"] == MEANINGS["max_length"] and one["sampled_tokens"] and one["text"].endswith("99")
+    with pytest.raises(ConfigError, match="at least 6 digits"):
+        await polar("trace", "show", next(iter(fact.excluded)))
+
+
 def test_a_trace_without_colours_says_what_each_stretch_is(capsys: pytest.CaptureFixture[str]) -> None:
     cli._show_text([("prompt", "Say it", 2), ("sampled", "it", 1), ("masked", "no", 1)])
     lines = ["── prompt, 2 tokens", "Say it", "── sampled, 1 tokens", "it", "── masked, 1 tokens", "no"]
@@ -177,16 +197,26 @@ def test_a_trace_without_colours_says_what_each_stretch_is(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "arrow", "parquet"])
-async def test_exports_come_back_as_they_were(house: list[Script], tmp_path: Path, ending: str) -> None:
+async def test_exports_come_back_as_they_were_with_how_it_ended(
+    house: list[Script], bus: Bus, tmp_path: Path, ending: str
+) -> None:
     path = tmp_path / f"traces.{ending}"
     (told,) = await polar("export", str(path))
     assert told["traces"] == 4
     rows = list(read_rows(path))
     assert [r["session"] for r in rows] == [house[0].session] * 2 + [house[1].session] * 2
+    assert {(r["outcome"], r["reward"], r["trainable"]) for r in rows} == {(None, None, None)}
     assert rows[1]["response_ids"].tolist() == [10, 11, E, 7, 30, E]
     assert rows[1]["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1]
     assert rows[0]["logprobs"].dtype == np.float32 and rows[0]["logprobs"][0] == np.float32(-0.5)
     assert orjson.loads(rows[0]["provenance"])["harness"] == "command"
+    await bus.once(closed(house))
+    message = await bus.last(subjects.group(house[0].task))
+    assert message is not None
+    await Reconstructor(bus, "live", BUILT_IN["exact"]).on_group_closed(message)
+    await polar("export", str(path))
+    ends = {(r["session"], r["outcome"], r["reward"]) for r in read_rows(path)}
+    assert ends == {(house[0].session, "passed", 0.0), (house[1].session, "passed", 1.0)}
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "arrow", "parquet"])

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from polar_common.exclusions import meaning
 from polar_common.house import find_house
 
 from .house import _DATA, DataOption, JsonOption
@@ -131,7 +132,8 @@ def _show_build(build: dict[str, Any]) -> None:
         markup=False,
     )
     for completion, reason in build["excluded"].items():
-        console.print(f"  excluded {completion}: {reason}", markup=False)
+        why = f"{reason} ({meaning(reason)})" if meaning(reason) else reason
+        console.print(f"  not trained {completion}: {why}", markup=False)
 
 
 @session.command("cancel")

@@ -17,9 +17,11 @@ from rich.text import Text
 from polar_common.bus import Bus
 from polar_common.cli.output import console, emit, table, warn
 from polar_common.errors import ConfigError
+from polar_common.exclusions import meaning
 from polar_common.house import find_house
 from polar_common.permissions import ADMIN, TOOLS
 from polar_common.settings import cache_dir
+from polar_render.vocabulary import Vocabulary
 
 from .builds import BuildSummary, Difference, check_held, diff, drop, summaries
 from .export import format_of, write
@@ -28,7 +30,8 @@ from .pool import Processes
 from .replay import Choice, Replay, Report
 from .rules import load
 from .settings import ReconstructorSettings
-from .traces import Read, build_traces, find_traces, find_vocabulary, pieces
+from .traces import Read, build_traces, closed_members, find_traces, find_vocabulary, pieces
+from .untrained import Untrained, find_untrained
 
 __all__ = ["build", "export", "replay", "trace"]
 
@@ -205,7 +208,7 @@ def build_show(name: str, data: DataOption = None, json: JsonOption = False) -> 
     _print("", [_summary(one)], False)
     for _, title, counts in _accounts(one):
         if counts:
-            table(title, ["reason", "count"], counts.most_common())
+            table(title, ["reason", "count", "meaning"], [[r, n, meaning(r) or None] for r, n in counts.most_common()])
 
 
 def _accounts(found: BuildSummary) -> list[tuple[str, str, Counter[str]]]:
@@ -269,22 +272,34 @@ def _difference(found: Difference) -> dict[str, Any]:
 
 @trace.command("show")
 def trace_show(
-    name: Annotated[str, typer.Argument(help="A session, SESSION/NUMBER, or the first digits of a trace id.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A session, SESSION/NUMBER, or the first digits of a trace or of a completion left out."),
+    ],
     build_name: BuildOption = "live",
     tokenizer: Annotated[Path | None, typer.Option(help="Directory with the model's tokenizer.")] = None,
     data: DataOption = None,
     json: JsonOption = False,
 ) -> None:
-    """A trace's text, coloured by where each token comes from and whether it is trained.
+    """A trace's text, coloured by where each token comes from and whether it is trained; or a completion that the
+    build doesn't train, and why.
 
     Example: polar trace show s1-abcdefghijklmnopqrst-0
     """
 
-    async def work(bus: Bus) -> list[Read]:
+    async def work(bus: Bus) -> tuple[list[Read], list[Untrained]]:
         await check_held(bus, build_name)
-        return await find_traces(bus, name, build_name)
+        try:
+            return await find_traces(bus, name, build_name), []
+        except ConfigError:
+            if "-" in name or not (untrained := await find_untrained(bus, name, build_name)):
+                raise
+            return [], untrained
 
-    for one in _with_bus(data, work):
+    found, excluded = _with_bus(data, work)
+    for left in excluded:
+        _show_untrained(left, build_name, tokenizer, json)
+    for one in found:
         _show(one, tokenizer, json)
 
 
@@ -294,8 +309,7 @@ def _trace() -> None:
 
 
 def _show(read: Read, tokenizer: Path | None, json: bool) -> None:
-    known = [tokenizer] if tokenizer is not None else sorted((cache_dir() / "models").glob("*"))
-    vocabulary = find_vocabulary("" if tokenizer is not None else read.trace.provenance.tokenizer_hash, known)
+    vocabulary = _vocabulary(read.trace.provenance.tokenizer_hash, tokenizer)
     shown = [
         (source, vocabulary.decode(ids.tolist()) if vocabulary else " ".join(map(str, ids.tolist())), len(ids))
         for source, ids in pieces(read)
@@ -319,6 +333,27 @@ def _show(read: Read, tokenizer: Path | None, json: bool) -> None:
     table("spans", ["completion", "start", "tokens", "trained", "reason", "exact", "drift"], rows)
 
 
+def _vocabulary(fingerprint: str, tokenizer: Path | None) -> Vocabulary | None:
+    known = [tokenizer] if tokenizer is not None else sorted((cache_dir() / "models").glob("*"))
+    return find_vocabulary("" if tokenizer is not None else fingerprint, known)
+
+
+def _show_untrained(left: Untrained, build_name: str, tokenizer: Path | None, json: bool) -> None:
+    vocabulary, ids = _vocabulary(left.tokenizer_hash, tokenizer), left.sampled.tolist()
+    text = vocabulary.decode(ids) if vocabulary else " ".join(map(str, ids))
+    facts: dict[str, Any] = {"completion": left.completion, "session": left.session, "build": build_name}
+    facts |= {"reason": left.reason, "meaning": meaning(left.reason)}
+    facts |= {"prompt_tokens": left.prompt_tokens, "sampled_tokens": len(ids), "text": text}
+    if json:
+        emit(facts)
+        return
+    console.print(Text(f"completion {left.completion}", style="bold"))
+    console.print(Text(f"session {left.session}, build {build_name}: not trained"))
+    console.print(Text(f"{left.reason}: {meaning(left.reason)}" if meaning(left.reason) else left.reason))
+    console.print(Text(f"{left.prompt_tokens:,} tokens in the prompt, {len(ids):,} sampled:"))
+    console.print(Text(text, style=_COLOURS["masked"]))
+
+
 def _show_text(shown: list[tuple[str, str, int]]) -> None:
     """By colours with their legend; where there are none, each stretch under its name."""
     if console.color_system is not None and not console.no_color:
@@ -337,7 +372,7 @@ def export(
     data: DataOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a build's traces to a file.
+    """Write a build's traces to a file, with the outcome and reward of each one's session where its group is closed.
 
     Example: polar export traces.parquet --build live
     """
@@ -345,7 +380,8 @@ def export(
 
     async def work(bus: Bus) -> int:
         await check_held(bus, build_name)
-        return await write(path, build_traces(bus, build_name, run or None))
+        members = await closed_members(bus, build_name, run or None)
+        return await write(path, build_traces(bus, build_name, run or None), members)
 
     count = _with_bus(data, work)
     if not count:

@@ -7,7 +7,7 @@ doesn't pass. Files are written beside their name and moved there when they are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from polar_common.errors import ConfigError, TraceError
+from polar_common.events import GroupMember
 from polar_common.traces import Span, trace_hash
 
 from .images import check_places
@@ -40,7 +41,7 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())), ("action_tokens", pa.int64()), ("session_traces", pa.int32()),
         ("session_action_tokens", pa.int64()), ("policy_seq_min", pa.int64()), ("policy_seq_max", pa.int64()),
         ("agent_depth", pa.int32()), ("agent", pa.string()), ("parent_call", pa.string()), ("tree", pa.string()),
-        ("images", pa.string()),
+        ("images", pa.string()), ("outcome", pa.string()), ("reward", pa.float64()), ("trainable", pa.bool_()),
         ("spans", pa.string()), ("provenance", pa.string()),
     ]
 )  # fmt: skip
@@ -48,9 +49,9 @@ SCHEMA = pa.schema(
 
 _TEXT = ("tree", "images", "spans", "provenance")
 _ARRAYS = {"prompt_ids": "<i4", "response_ids": "<i4", "loss_mask": "u1", "logprobs": "<f4"}
-_COPIED = [
-    name for name in SCHEMA.names if name not in (*_ARRAYS, *_TEXT)
-]  # fmt: skip
+_ENDS = ("outcome", "reward", "trainable")
+"""From the group's end, which a trace itself can't know; null where the group isn't closed, and no reward is null."""
+_COPIED = [name for name in SCHEMA.names if name not in (*_ARRAYS, *_TEXT, *_ENDS)]
 
 
 def format_of(path: Path) -> Format:
@@ -61,8 +62,8 @@ def format_of(path: Path) -> Format:
         raise ConfigError(f"endings are {', '.join(FORMATS)}", str(path)) from None
 
 
-def row_of(read: Read) -> Row:
-    """A trace as a row: scalars, arrays, spans and provenance as JSON text."""
+def row_of(read: Read, member: GroupMember | None = None) -> Row:
+    """A trace as a row: scalars, arrays, spans and provenance as JSON text; `member`: how its session ended."""
     trace = read.trace
     row: Row = {name: getattr(trace, name) for name in _COPIED}
     row |= {
@@ -75,6 +76,7 @@ def row_of(read: Read) -> Row:
         "spans": orjson.dumps([s.model_dump(mode="json") for s in trace.spans]).decode(),
         "provenance": trace.provenance.model_dump_json(),
     }
+    row |= {name: getattr(member, name) if member is not None else None for name in _ENDS}
     check(row)
     return row
 
@@ -94,8 +96,11 @@ def check(row: Row) -> None:
         raise TraceError(f"trace {row['trace_id']}: the content hashes to {found}")
 
 
-async def write(path: Path, reads: AsyncIterator[Read]) -> int:
-    """Write all traces; their number. The file appears whole or not at all. Raises ConfigError where it can't."""
+async def write(path: Path, reads: AsyncIterator[Read], members: Mapping[str, GroupMember] | None = None) -> int:
+    """Write all traces, with their sessions' ends where `members` has them; their number.
+
+    The file appears whole or not at all. Raises ConfigError where it can't.
+    """
     kind = format_of(path)
     draft = path.with_name(path.name + ".part")
     count = 0
@@ -105,7 +110,7 @@ async def write(path: Path, reads: AsyncIterator[Read]) -> int:
         raise ConfigError(f"can't be written: {error.strerror or error}", str(path)) from error
     try:
         async for read in reads:
-            sink.add(row_of(read))
+            sink.add(row_of(read, (members or {}).get(read.trace.session)))
             count += 1
     except BaseException:
         sink.close()

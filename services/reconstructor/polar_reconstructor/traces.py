@@ -14,16 +14,17 @@ from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Stored, scan
 from polar_common.errors import ConfigError, TraceError
+from polar_common.events import GroupMember
 from polar_common.ids import segment_of, task_of
 from polar_common.packing import Column, unpack
 from polar_common.topology import TRACES
 from polar_common.trace_messages import read_message
-from polar_common.traces import Trace, TraceManifest
+from polar_common.traces import GroupTraces, Trace, TraceManifest
 from polar_render.vocabulary import Vocabulary
 
 from .columns import Floats, Ids, Mask
 
-__all__ = ["Read", "build_traces", "find_traces", "find_vocabulary", "pieces"]
+__all__ = ["Read", "build_traces", "closed_members", "find_traces", "find_vocabulary", "pieces"]
 
 _ID_PREFIX = 6
 
@@ -90,6 +91,14 @@ async def build_traces(bus: Bus, build: str, run: str | None = None) -> AsyncIte
             if str(number) not in there:
                 raise TraceError(f"{session}: trace {number} of build {build} is gone: replay it under another name")
             yield await _read(bus, there[str(number)])
+
+
+async def closed_members(bus: Bus, build: str, run: str | None = None) -> dict[str, GroupMember]:
+    """Session → how it ended, of the groups that are closed for a build."""
+    found: dict[str, GroupMember] = {}
+    async for stored in scan(bus, TRACES, [subjects.closed_filter(run, build)]):
+        found |= {m.session: m for m in read_message(GroupTraces, stored.body, stored.subject).members}
+    return found
 
 
 def _numbered(subject: str) -> bool:
