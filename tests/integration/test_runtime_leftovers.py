@@ -74,15 +74,16 @@ async def test_a_killed_gateways_attempt_is_reaped(isolation: str, groups: str, 
     assert await reap(tmp_path, dead) == []
 
 
-async def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("earlier", "boot"), [(1, ""), (0, "another boot")])
+async def test_a_reused_pid_is_left_alone(tmp_path: Path, earlier: int, boot: str) -> None:
     bystander = subprocess.Popen(["sleep", "100"])
     try:
         started = procs.ProcessId.of(bystander.pid)
         assert started is not None
         base = tmp_path / "s.1"
         (base / "pids").mkdir(parents=True)
-        (base / "pids" / f"{bystander.pid}-{started.started - 1}").touch()
-        owner = {"label": "s.1", "kind": "local", "boot": procs.boot_id(), "groups": []}
+        (base / "pids" / f"{bystander.pid}-{started.started - earlier}").touch()
+        owner = {"label": "s.1", "kind": "local", "boot": boot or procs.boot_id(), "groups": []}
         (base / "owner.json").write_text(json.dumps(owner))
         assert await reap(tmp_path, dead) == ["s.1"]
         assert bystander.poll() is None
@@ -101,6 +102,17 @@ async def test_broken_records_are_removed_too(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a-file", "link.1"]
     assert Path("/etc/passwd").exists()
     assert await reap(tmp_path / "nowhere", dead) == []
+
+
+async def test_a_sandbox_gives_no_privileges_and_no_place_but_its_own(tmp_path: Path) -> None:
+    spec = RuntimeSpec("local", "s.1", tmp_path, network="none", isolation="bubblewrap")
+    async with make_runtime(spec) as rt:
+        told = (await sh(rt, "cat /proc/self/status")).stdout.decode()
+        assert {line.split()[1] for line in told.splitlines() if line.startswith("Cap")} == {"0" * 16}
+        assert "NoNewPrivs:\t1" in told
+        assert (await sh(rt, "unshare --user true")).exit_code != 0
+        for place in ("/x", "/usr/x", "/etc/x", "/polar/x"):
+            assert (await sh(rt, f"touch {place}")).exit_code != 0, place
 
 
 async def test_an_attempt_isnt_started_twice(tmp_path: Path) -> None:
