@@ -8,6 +8,7 @@ With `--keep` the house stays up; otherwise it is stopped at the end. Either way
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def polar(*arguments: str, data: Path, check: bool = True, quiet: bool = False) 
     argv = [*POLAR, *arguments, "--data", str(data)]
     if quiet:
         return subprocess.run(argv, check=check, stdout=subprocess.PIPE, text=True).stdout
-    print(f"\n$ polar {' '.join(arguments).strip()}", flush=True)
+    print(f"\n$ polar {shlex.join(arguments)}", flush=True)
     subprocess.run(argv, check=check)
     return ""
 

@@ -67,6 +67,19 @@ def test_a_run_tells_which_sessions_didnt_pass_and_why(scripted_house: Live, tol
     assert wrong in after and "the answer is 'another'" in after
     assert after.index(broken) < after.index(wrong), "what says nothing about the model comes first"
     assert str(rows[f"{name}-right"]["session"]) not in after
+    assert "harness fault: missing" in said(scripted_house, "session", "show", broken)[0]
+    shown = said(scripted_house, "session", "show", wrong)[0]
+    assert "failed, reward 0\n" in shown and "attempt 1  artifacts  exit 0\n" in shown
+
+
+def test_what_is_misspelt_is_refused_before_anything_runs(scripted_house: Live, tmp_path: Path) -> None:
+    for wrong, told in (
+        ("name: comand", "tasks[0].harness.name: unknown harness 'comand'"),
+        ("args: {argw: [x]}, name: command", "tasks[0].harness.args: command has no argument 'argw'"),
+    ):
+        text = f"tasks:\n  - {{id: a, instruction: x, harness: {{{wrong}}}, evaluator: {{command: make}}}}\n"
+        _, error = said(scripted_house, "run", tasks_file(tmp_path, text), code=2)
+        assert told in " ".join(error.split())
 
 
 def test_sessions_are_listed_by_run_task_and_outcome(scripted_house: Live, told: str, name: str) -> None:

@@ -19,6 +19,7 @@ from .output import console, fail
 __all__ = ["main"]
 
 GROUP = "polar.commands"
+_EXAMPLE = "Example:"
 _BUILT_IN = {
     "up": "polar_common.cli.house:up",
     "down": "polar_common.cli.house:down",
@@ -46,12 +47,22 @@ def _command(name: str, found: Any) -> Any:
     """A Typer app with one command becomes that command, with several a group; functions are commands."""
     if isinstance(found, typer.Typer):
         app = found
+        # A shell completes `polar`, not a group of its commands.
+        app._add_completion = False
     else:
         app = typer.Typer(add_completion=False)
         app.command(name)(found)
     command = typer.main.get_command(app)
     command.name = name
+    if isinstance(command, TyperGroup) and _EXAMPLE not in (command.help or ""):
+        command.help = "\n\n".join(filter(None, (command.help, _example(command))))
     return command
+
+
+def _example(group: TyperGroup) -> str:
+    """The example of a group's first command that has one."""
+    helps = (group.commands[name].help or "" for name in sorted(group.commands))
+    return next((_EXAMPLE + text.partition(_EXAMPLE)[2] for text in helps if _EXAMPLE in text), "")
 
 
 class _Commands(TyperGroup):

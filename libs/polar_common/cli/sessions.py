@@ -112,11 +112,10 @@ def _number(value: float | None) -> str:
 
 
 def _show_attempt(attempt: dict[str, Any]) -> None:
-    console.print(
-        f"attempt {attempt['attempt']}  {attempt['phase']}  exit {attempt['exit_code']}  "
-        f"{attempt['fault']} {attempt['cause']} {attempt['detail']}".rstrip(),
-        markup=False,
-    )
+    code = "-" if attempt["exit_code"] is None else attempt["exit_code"]
+    fault = f"{attempt['fault']} fault:" if attempt["fault"] not in ("", "none") else ""
+    why = " ".join(filter(None, (fault, attempt["cause"], attempt["lost"], attempt["detail"])))
+    console.print(f"attempt {attempt['attempt']}  {attempt['phase']}  exit {code}  {why}".rstrip(), markup=False)
     table("", ["event", "at"], [[name, at] for name, at in attempt["times"].items()])
     if attempt["log_tail"]:
         console.print(attempt["log_tail"][-1500:], markup=False, style="dim")
