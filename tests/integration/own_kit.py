@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polar_evaluator.evaluators.base import Case, Evaluator, Verdict
-from polar_gateway.harnesses.base import Harness, Launch, LaunchContext, Recipe
+from polar_gateway.harnesses.base import Exit, Harness, Launch, LaunchContext, Recipe
 
 
 class Short(Harness):
@@ -53,6 +53,15 @@ class Mixed(Nameless):
 
     def launch(self, ctx: LaunchContext) -> Launch:
         return Launch(("true",), {"DEPTH": 3})  # type: ignore[dict-item]
+
+
+class Silent(Short):
+    """Says nothing of how it ended."""
+
+    name = "silent"
+
+    def classify_exit(self, exit_code: int, output_tail: str) -> Exit:
+        return None  # type: ignore[return-value]
 
 
 class Judge(Evaluator):

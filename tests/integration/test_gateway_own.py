@@ -16,8 +16,9 @@ pytestmark = pytest.mark.nats
 OWN = "tests.integration.own_kit"
 
 
-async def test_an_adapter_without_a_version_runs(bus: Bus, tmp_path: Path) -> None:
-    spec = TaskSpec(id="t", instruction="do", harness=HarnessSpec(name=f"{OWN}:Short"))
+@pytest.mark.parametrize("name", ["Short", "Silent"])
+async def test_an_adapter_without_a_version_or_a_word_runs(bus: Bus, tmp_path: Path, name: str) -> None:
+    spec = TaskSpec(id="t", instruction="do", harness=HarnessSpec(name=f"{OWN}:{name}"))
     async with kit.gateway(bus, kit.settings(tmp_path)):
         state = await kit.over(bus, await kit.release(bus, spec))
     exited, begun = state.attempts[1].exited, state.attempts[1].initialized

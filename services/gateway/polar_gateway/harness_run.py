@@ -13,7 +13,7 @@ from polar_runtime import ExecResult, OnOutput, Runtime
 
 from .domain import Ending, Evidence, HarnessSays, judge
 from .evidence import has_completion, last_call
-from .harnesses.base import Harness
+from .harnesses.base import Exit, Harness
 from .output import redact
 from .preparing import Prepared
 from .waiting import Interrupt
@@ -95,8 +95,10 @@ async def judged(
 def _says(harness: Harness, code: int, tail: str) -> HarnessSays:
     try:
         told = harness.classify_exit(code, tail)
+        if not isinstance(told, Exit) or told.kind not in ("finished", "budget_exhausted", "harness_error"):
+            raise TypeError(f"{told!r} isn't an Exit")
+        return HarnessSays(told.kind, str(told.reason))
     except Exception as error:
         # A user's own adapter may raise anything; the exit code still says enough.
         _log.warning("classify_exit failed", harness=harness.name, error=repr(error))
         return HarnessSays("finished" if code == 0 else "harness_error", f"ended with {code}")
-    return HarnessSays(told.kind, told.reason)
