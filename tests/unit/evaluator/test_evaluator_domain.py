@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from polar_common.events import (
     SessionQueued,
 )
 from polar_common.session_state import SessionState
-from polar_common.task_spec import EvaluatorSpec, HarnessSpec, TaskSpec
+from polar_common.task_spec import EvaluatorSpec, HarnessSpec, RuntimeChoice, TaskSpec
+from polar_evaluator.clean import runtime_spec
 from polar_evaluator.domain import outcome_of, reward_of, wanted
 from polar_evaluator.evaluators.base import Evaluator, Verdict
 from polar_evaluator.evaluators.command import CommandEvaluator, parse_reward
 from polar_evaluator.evaluators.humaneval import candidate_code
 from polar_evaluator.evaluators.registry import find, names
+from polar_evaluator.settings import EvaluatorSettings
 
 SID = "s1-abc-0"
 AT = datetime(2026, 1, 1, tzinfo=UTC)
@@ -171,3 +174,12 @@ def test_evaluators_by_name_and_by_class() -> None:
     assert isinstance(find("command"), CommandEvaluator)
     own = find("polar_evaluator.evaluators.answer:AnswerEvaluator")
     assert isinstance(own, Evaluator) and own.name == "answer"
+
+
+@pytest.mark.parametrize(("network", "told"), [(False, "none"), (True, "host")])
+def test_a_clean_copy_reaches_nothing_unless_the_task_has_the_network(tmp_path: Path, network: bool, told: str) -> None:
+    runtime = RuntimeChoice(network=network, memory_mb=64, pids=9, disk_mb=5)
+    task = TaskSpec(id="t", instruction="do", harness=HarnessSpec(name="command"), runtime=runtime)
+    spec = runtime_spec(EvaluatorSettings(data=tmp_path), task, "s.1")
+    assert (spec.network, spec.proxy_socket, spec.proxy_url) == (told, None, "")
+    assert (spec.limits.memory_mb, spec.limits.pids, spec.limits.disk_mb) == (64, 9, 5)

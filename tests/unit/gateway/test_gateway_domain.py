@@ -136,6 +136,7 @@ BUDGET = HarnessSays("budget_exhausted", "context full")
         (Evidence(None, unavailable="no daemon", completions=True), "infra", "daemon"),
         (Evidence(1, engine_failed="503", completions=True), "infra", "engine"),
         (Evidence(143, timed_out=True, engine_failed="503"), "infra", "engine"),
+        (Evidence(0, timed_out=True, engine_failed="503"), "infra", "engine"),
         (Evidence(0, engine_failed="503", completions=True), "none", ""),
         (Evidence(None, refused="argv: NUL"), "harness", "config"),
     ],
