@@ -24,7 +24,8 @@ from polar_common.bus.poison import bury
 from polar_common.bus.pull import Pull
 from polar_common.bus.read import from_delivery
 from polar_common.errors import BlobError, BusError, ConfigError, FromTheFuture, Poison, TraceError, Unavailable
-from polar_common.events import ConsumedTrace, TaskAccepted, TrainerConsumed, TrainerDemanded
+from polar_common.events import ConsumedTrace, PolicyPublished, TaskAccepted, TrainerConsumed, TrainerDemanded
+from polar_common.house import find_house
 from polar_common.ids import FIRST_SEGMENT
 from polar_common.topology import TRACES, trainer_consumer
 from polar_common.trace_messages import read_message
@@ -102,9 +103,12 @@ class TraceStream:
         self._closed = False
 
     @classmethod
-    async def connect(cls, url: str, *, trainer: str, user: str = "", password: str = "", **options: Any) -> Self:
-        """A stream with a connection of its own; `options` as for the class. Raises Unavailable."""
-        bus = await Bus.connect(url, f"trainer/{trainer}", user=user, password=password)
+    async def connect(cls, url: str = "", *, trainer: str, user: str = "", password: str = "", **options: Any) -> Self:
+        """A stream with a connection of its own; `options` as for the class. Without a `url`: the log of the house that
+        `polar` finds here (`POLAR_DATA`, `POLAR_NATS`), as user `trainer`. Raises Unavailable, ConfigError."""
+        bus = await Bus.connect(
+            url or find_house(user="trainer").nats, f"trainer/{trainer}", user=user, password=password
+        )
         stream = cls(bus, trainer=trainer, **options)
         stream._owned = True
         return stream
@@ -152,6 +156,26 @@ class TraceStream:
             message = self._messages.pop(sequence, None)
             if message is not None:
                 await self.bus.reply(message, b"+ACK")
+
+    async def publish(
+        self, weights: str, *, version: str, policy_seq: int, model: str = "policy", step: int = 0
+    ) -> None:
+        """Offer new weights to the engines, which load them from `weights` (a directory that they can read).
+
+        Versions and their numbers grow; the same once more is no error, other weights under a version are.
+        """
+        await self.bus.once(
+            PolicyPublished(
+                segment=self._segment,
+                version=version,
+                policy_seq=policy_seq,
+                model=model,
+                weights=weights,
+                trainer=self._progress.trainer,
+                step=step,
+            )
+        )
+        self.set_policy(policy_seq)
 
     async def demand(self, groups: int, staleness: int) -> None:
         """Tell admission how many groups are wanted in flight, and how many versions they may lag behind.
