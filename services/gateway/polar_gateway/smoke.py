@@ -38,7 +38,8 @@ def jobs_of(name: str, harness: Harness) -> list[tuple[str, TaskSpec]]:
     """The task, once for each API that can be chosen. `name` as the user gave it. Empty where there is none."""
     if harness.name in _WITHOUT:
         return []
-    apis = harness.apis if "api" in harness.known_args else harness.apis[:1]
+    # One of a user's own needn't say which it speaks.
+    apis = (harness.apis if "api" in harness.known_args else harness.apis[:1]) or ("any",)
     return [(api, _task(name, harness, api)) for api in apis]
 
 

@@ -60,6 +60,8 @@ def test_each_api_has_its_job_and_some_harnesses_have_none() -> None:
     assert (api, task.harness.name, task.harness.args) == ("openai-responses", "codex@0.80.0", {})
     assert jobs_of("aider", registry.find("aider"))[0][1].harness.args == {"files": ["hello.txt"]}
     assert jobs_of("command", registry.find("command")) == []
+    own = "tests.integration.own_kit:Short"
+    assert [api for api, _ in jobs_of(own, registry.find(own))] == ["any"], "it needn't say which it speaks"
 
 
 def captured(name: str, *, exact: bool | None = True, chain: str = "root") -> CompletionCaptured:
