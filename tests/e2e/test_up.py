@@ -49,6 +49,35 @@ def test_a_directory_that_cant_be_written_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--engine-kind", "foo"), "--engine-kind: must be one of vllm, sglang"),
+        (("--sync", "often"), "--sync: must be always or an interval"),
+        (("--setting", "POLAR_X"), "--setting: must be NAME=VALUE"),
+        (("--tokenizer", "/nowhere"), "--tokenizer: /nowhere is no directory"),
+        (("--engine-url", "localhost:8000"), "--engine-url: must begin with http://"),
+        (("--engine-url", "http://127.0.0.1:9"), "--tokenizer: name the directory"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named_in_one_line_and_nothing_is_started(
+    tmp_path: Path, options: tuple[str, ...], told: str, detach: tuple[str, ...]
+) -> None:
+    done = up("--data", str(tmp_path / "d"), *options, *detach)
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == "" and not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+def test_a_setting_that_makes_no_sense_is_named_once(tmp_path: Path, detach: tuple[str, ...]) -> None:
+    for _ in range(2):
+        done = up("--data", str(tmp_path / "d"), *SCRIPTED, "--setting", "POLAR_INGEST_QUEUE_BOUND=many", *detach)
+        said = done.stdout + done.stderr
+        assert done.returncode in (1, 2) and "Traceback" not in said
+        assert said.count("POLAR_INGEST_QUEUE_BOUND: Input should be a valid integer") == 1, said
+
+
 def test_a_killed_house_leaves_nothing_and_loses_nothing(tmp_path: Path) -> None:
     data = tmp_path / "house"
     text = (

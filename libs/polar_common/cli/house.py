@@ -13,11 +13,12 @@ from typing import Annotated
 
 import httpx
 import typer
+from pydantic import ValidationError
 
 from polar_common.errors import ConfigError
 from polar_common.house.layout import House, find_house, process_started
 from polar_common.house.supervisor import reap
-from polar_common.house.up import UpOptions, run_house
+from polar_common.house.up import ENGINE_KINDS, UpOptions, check_options, run_house
 from polar_common.service import own_process
 from polar_common.settings import inherited_environment
 from polar_common.topology import ACK_WAIT_S
@@ -38,7 +39,7 @@ def up(
         str, typer.Option(help="smollm2-135m, tiny, or a model directory, on the local engine.")
     ] = "smollm2-135m",
     engine_url: Annotated[str, typer.Option(help="An engine of your own instead, e.g. http://127.0.0.1:8000.")] = "",
-    engine_kind: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    engine_kind: Annotated[str, typer.Option(help=f"One of {', '.join(ENGINE_KINDS)}.")] = "vllm",
     tokenizer: Annotated[str, typer.Option(help="Directory with that engine's tokenizer and chat template.")] = "",
     ingest_port: Port = None,
     proxy_port: Port = None,
@@ -65,10 +66,10 @@ def up(
 
     Example: polar up --model smollm2-135m --data ./.polar
     """
+    for given in setting or []:
+        if "=" not in given:
+            raise ConfigError(f"must be NAME=VALUE, not {given!r}", "--setting")
     extra = dict(s.partition("=")[::2] for s in setting or [])
-    if detach:
-        _detached(data, json)
-        return
     named = {
         "ingest": ingest_port,
         "proxy": proxy_port,
@@ -89,6 +90,10 @@ def up(
         lease_s=lease,
         env=extra,
     )
+    check_options(options)
+    if detach:
+        _detached(data, json)
+        return
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -122,7 +127,10 @@ def _detached(data: Path, json: bool) -> None:
     while house.read() is None:
         shown = _show_new(log, shown, quiet=json)
         if process.poll() is not None:
-            fail(f"`polar up` ended ({process.returncode}):\n{log.read_text(errors='replace')[-2000:]}", 1)
+            _show_new(log, shown, quiet=json)
+            # A script has seen nothing of it yet.
+            words = f":\n{log.read_text(errors='replace')[-2000:]}" if json else ""
+            fail(f"`polar up` ended ({process.returncode}){words}", 1)
         time.sleep(0.1)
     _show_new(log, shown, quiet=json)
     found = find_house(data)
@@ -223,4 +231,11 @@ def run_service(
     if name not in found:
         raise ConfigError(f"no service {name!r}; there are: {', '.join(sorted(found))}", "name")
     own_process()
-    found[name].load()()
+    try:
+        found[name].load()()
+    except ValidationError as error:
+        if not error.title.endswith("Settings"):
+            raise
+        prefix = "POLAR_ENGINE_" if error.title == "EngineSettings" else "POLAR_"
+        wrong = "; ".join(f"{prefix}{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors())
+        raise ConfigError(wrong) from error

@@ -52,6 +52,8 @@ class Child:
     failures: int = 0
     came_up: bool = False
     restart_at: float = 0.0
+    logged: int = 0
+    """Bytes in its log from before its last process."""
 
     @property
     def alive(self) -> bool:
@@ -73,8 +75,9 @@ class Child:
         return self.ready_file is None or self.facts() is not None
 
     def tail(self, size: int = 1500) -> str:
+        """The end of what its last process logged."""
         try:
-            return self.log.read_text(errors="replace")[-size:].strip()
+            return self.log.read_bytes()[self.logged :][-size:].decode(errors="replace").strip()
         except OSError:
             return ""
 
@@ -168,6 +171,7 @@ class Supervisor:
         if child.ready_file is not None:
             child.ready_file.unlink(missing_ok=True)
         with child.log.open("ab") as log:
+            child.logged = log.tell()
             child.process = subprocess.Popen(
                 child.argv,
                 env=self._env | child.env,

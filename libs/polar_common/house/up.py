@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -29,8 +30,10 @@ from .layout import House, HouseFile, nats_secret, process_started
 from .log_server import start_log
 from .supervisor import Child, Supervisor, reap
 
-__all__ = ["PREFERRED_PORTS", "UpOptions", "run_house"]
+__all__ = ["ENGINE_KINDS", "PREFERRED_PORTS", "UpOptions", "check_options", "run_house"]
 
+ENGINE_KINDS = ("vllm", "sglang", "vllm_chat")
+"""The proxy's kinds of engines."""
 PREFERRED_PORTS = {"ingest": 8700, "proxy": 8701, "analytics": 8702, "engine": 8703, "nats": 8704}
 
 
@@ -55,6 +58,22 @@ class UpOptions:
     """How long work stays with a process that has died. Short leases recover sooner and bear less of a stall."""
     env: dict[str, str] = field(default_factory=dict)
     """Further settings (`POLAR_…`) for all services."""
+
+
+def check_options(options: UpOptions) -> None:
+    """Raises ConfigError, by option, for what can be told to be wrong before anything is started."""
+    if options.engine_kind not in ENGINE_KINDS:
+        raise ConfigError(f"must be one of {', '.join(ENGINE_KINDS)}, not {options.engine_kind!r}", "--engine-kind")
+    if not re.fullmatch(r"always|(\d+(\.\d+)?(ms|s|m|h))+", options.sync):
+        raise ConfigError(f"must be always or an interval such as 2m, not {options.sync!r}", "--sync")
+    if options.tokenizer and not Path(options.tokenizer).is_dir():
+        raise ConfigError(f"{options.tokenizer} is no directory", "--tokenizer")
+    if options.engine_url:
+        if urlsplit(options.engine_url).scheme not in ("http", "https"):
+            raise ConfigError(f"must begin with http:// or https://, not {options.engine_url!r}", "--engine-url")
+        if not (options.tokenizer or "POLAR_PROXY_MODEL_DIR" in inherited_environment() | options.env):
+            what = "name the directory with the tokenizer and the chat template of the engine's model"
+            raise ConfigError(what, "--tokenizer")
 
 
 def choose_port(name: str, wanted: int | None, host: str) -> int:

@@ -69,7 +69,7 @@ def replica_name(url: str) -> str:
 def profile(settings: ProxySettings) -> ModelProfile:
     """Raises ConfigError if there is no model directory."""
     if settings.proxy_model_dir is None:
-        raise ConfigError("name the directory with the policy's tokenizer", "proxy_model_dir")
+        raise ConfigError("name the directory with the policy's tokenizer and chat template", "POLAR_PROXY_MODEL_DIR")
     found = profile_for(settings.proxy_model_dir, model=settings.proxy_model)
     changed: dict[str, object] = {}
     if settings.proxy_template:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from polar_common.house.supervisor import Child, Supervisor
+from polar_common.house.up import ENGINE_KINDS
+from polar_proxy.settings import ProxySettings
 
 
 @pytest.fixture
@@ -16,6 +19,10 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     made = Supervisor(tmp_path, {})
     yield made
     made.stop()
+
+
+def test_the_kinds_of_engines_are_those_of_the_proxy() -> None:
+    assert set(ENGINE_KINDS) == set(get_args(ProxySettings.model_fields["proxy_engine_kind"].annotation))
 
 
 def delays(supervisor: Supervisor, child: Child, times: int, kill: Callable[[Child], None]) -> list[float]:
