@@ -23,7 +23,7 @@ from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
 from polar_common.house.layout import Endpoint, House
 from polar_common.nats_server import find_binary
-from polar_common.settings import HouseSettings, cache_dir
+from polar_common.settings import HouseSettings, cache_dir, inherited_environment
 from polar_common.topology import DLQ, Topology, differences, live_topology
 
 from .house import _DATA, DataOption, JsonOption
@@ -36,6 +36,7 @@ Line = tuple[str, Verdict, str]
 _VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "note", "fail": "fail"}
 _NODE_AT_LEAST = (20, 6)
 _SPACE = 1 << 30
+_DOCKER_HOST = "unix:///var/run/docker.sock"
 
 
 def doctor(data: DataOption = _DATA, json: JsonOption = False) -> None:
@@ -102,8 +103,18 @@ def _node() -> Line:
 
 
 def _docker() -> Line:
-    where = shutil.which("docker")
-    return "docker", "ok" if where else "note", where or "missing: only runtime `docker` needs it"
+    """The daemon that a gateway started here would ask; the `docker` command isn't needed."""
+    host = inherited_environment().get("DOCKER_HOST") or _DOCKER_HOST
+    lost = f"{host}: attempts with runtime `docker` would fail; start it, or set DOCKER_HOST"
+    if not host.startswith("unix://"):
+        return "docker", "note", f"only a daemon on this machine will do, unix://…, not {lost}"
+    socket = httpx.HTTPTransport(uds=host.removeprefix("unix://"))
+    try:
+        with httpx.Client(transport=socket, base_url="http://docker", timeout=10) as client:
+            version = client.get("/version").raise_for_status().json()["Version"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return "docker", "note", f"no daemon answers ({error}) at {lost}"
+    return "docker", "ok", f"{host}, version {version}"
 
 
 def _module(name: str, package: str, need: str) -> Callable[[], Line]:
