@@ -101,7 +101,8 @@ def test_an_evaluators_own_preparation_that_hangs_is_nobodys_reward(scripted_hou
     """It is tried again before the session is given up; the call stays in its trace."""
     hangs = task("hangs", evaluator={"prepare": [{"exec": "sleep 600", "timeout_s": 2}]})
     row = run(scripted_house, tmp_path, [hangs])["hangs"]
-    assert row["outcomes"] == {"infra_error": 1}
+    assert (row["outcomes"], row["rewards"]) == ({"infra_error": 1}, [])
+    assert row["not_passed"][0]["cause"] == "evaluation" and "sleep 600" in row["not_passed"][0]["detail"]
     assert (row["completions"], row["traces"]) == (1, 1)
 
 
