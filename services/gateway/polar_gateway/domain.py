@@ -135,8 +135,8 @@ def judge(evidence: Evidence) -> Verdict:
     if e.context_full:
         # Some programs end with 0 all the same, and some were too long from the start; none does better next time.
         return Verdict("agent", "limit", f"the context window is full: {e.context_full}")
-    if e.says.kind == "budget_exhausted" and e.completions:
-        return Verdict("agent", "limit", e.says.reason)
+    if e.says.kind == "budget_exhausted":
+        return Verdict("agent", "limit", e.says.reason + ("" if e.completions else ", before its first model call"))
     if not e.completions and e.exit_code in (126, 127):
         return Verdict("harness", "missing", e.says.reason)
     if not e.completions and (e.exit_code != 0 or e.says.kind == "harness_error"):

@@ -123,6 +123,7 @@ BUDGET = HarnessSays("budget_exhausted", "context full")
         (Evidence(127, says=ERROR, completions=True), "none", ""),
         (Evidence(1, says=BUDGET, completions=True), "agent", "limit"),
         (Evidence(0, says=BUDGET, completions=True), "agent", "limit"),
+        (Evidence(1, says=BUDGET), "agent", "limit"),
         (Evidence(1, says=ERROR, context_full="9 of 8 tokens"), "agent", "limit"),
         (Evidence(0, completions=True, context_full="9 of 8 tokens"), "agent", "limit"),
         (Evidence(143, timed_out=True, completions=True, context_full="9 of 8 tokens"), "agent", "timeout"),

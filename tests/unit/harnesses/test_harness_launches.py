@@ -87,6 +87,7 @@ def test_how_it_ended(name: str) -> None:
     assert missing.kind == "harness_error" and "couldn't be started" in missing.reason
     full = harness.classify_exit(1, "This model's maximum context length is 10 tokens")
     assert full.kind == "budget_exhausted"
+    assert harness.classify_exit(1, "Context is too large to send safely").kind == "budget_exhausted"
 
 
 def test_exit_texts_of_single_harnesses() -> None:

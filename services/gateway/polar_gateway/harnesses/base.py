@@ -85,7 +85,7 @@ class Exit:
 
 _OVERFLOW = re.compile(
     r"context_length_exceeded|maximum context length|prompt is too long|input token count .{0,40}exceeds|"
-    r"exceeds? the (?:model's )?(?:maximum )?context|context window",
+    r"exceeds? the (?:model's )?(?:maximum )?context|context window|context is too large",
     re.IGNORECASE,
 )
 

@@ -61,6 +61,8 @@ class ClaudeCode(Harness):
             "ANTHROPIC_SMALL_FAST_MODEL": ctx.model,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(ctx.context_window),
+            # By itself it takes a window for full thousands of tokens before its end.
+            "CLAUDE_CODE_BLOCKING_LIMIT_OVERRIDE": str(ctx.context_window),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(ctx.max_tokens_per_call),
             "CLAUDE_CODE_MAX_RETRIES": str(ctx.retries),
             "API_TIMEOUT_MS": str(int(ctx.call_timeout_s * 1000)),
