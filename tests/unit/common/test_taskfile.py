@@ -46,7 +46,7 @@ def test_directories_become_files(tmp_path: Path) -> None:
         ("tasks:\n  - {id: a, instruction: x, harness: {name: pi}, files: {../x: y}}\n", "tasks[0].files"),
         ("tasks:\n  - {id: a, instruction: x, harness: {name: pi}, dir: nowhere}\n", "tasks[0].dir"),
         ("tasks:\n  - {id: a, from: {source: nope}, harness: {name: pi}}\n", "tasks[0].from.source"),
-        (GOOD + "  - {id: a, instruction: other, harness: {name: pi}}\n", "tasks[1].id"),
+        (GOOD + f"  - {{id: a, instruction: other, harness: {{name: pi}}, {JUDGED}}}\n", "tasks[1].id"),
         (GOOD + "  - {id: b, instruction: x, harness: {name: pi}}\n", "tasks[1].evaluator.command"),
         (GOOD + f"  - {{id: b, instruction: x, harness: {{name: command}}, {JUDGED}}}\n", "tasks[1].harness.args"),
         ("tasks:\n  - just text\n", "tasks[0]"),
