@@ -135,11 +135,14 @@ def _why(session: dict[str, Any]) -> dict[str, Any]:
     attempt = session["attempts"][-1] if session["attempts"] else {}
     judged = (session["evaluation"] or {}).get("detail", "")
     last_words = attempt.get("log_tail", "").strip().rpartition("\n")[2]
+    # The cause and its own words; what the judge said of the remains comes after them.
+    known = next((x for x in (session, attempt) if x.get("cause")), {})
+    detail = known.get("detail") or session["detail"] or attempt.get("detail", "")
     return {
         "session": session["session"],
         "outcome": session["outcome"] or session["phase"],
-        "cause": session["cause"] or attempt.get("cause", ""),
-        "detail": session["detail"] or attempt.get("detail", "") or judged or last_words,
+        "cause": known.get("cause", ""),
+        "detail": detail or judged or last_words,
     }
 
 
