@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -99,12 +100,14 @@ class GitStore:
                         )
                     self._put(pipe, node, known)
                 pipe.write(b"done\n")
-                pipe.close()
             except BrokenPipeError:
                 pass
             except BaseException:
                 process.kill()
                 raise
+            finally:
+                with suppress(BrokenPipeError):
+                    pipe.close()
             error = process.stderr.read() if process.stderr else b""
         if process.returncode:
             raise RuntimeFault(f"git fast-import: {error.decode(errors='replace')[-500:]}")

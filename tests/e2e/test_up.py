@@ -69,7 +69,7 @@ def test_an_option_that_makes_no_sense_is_named_in_one_line_and_nothing_is_start
     assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == "" and not (tmp_path / "d").exists()
 
 
-@pytest.mark.parametrize("detach", [(), ("--detach",)])
+@pytest.mark.parametrize("detach", [pytest.param((), marks=pytest.mark.slow), ("--detach",)])
 def test_a_setting_that_makes_no_sense_is_named_once(tmp_path: Path, detach: tuple[str, ...]) -> None:
     for _ in range(2):
         done = up("--data", str(tmp_path / "d"), *SCRIPTED, "--setting", "POLAR_INGEST_QUEUE_BOUND=many", *detach)

@@ -222,8 +222,10 @@ def test_files_that_vanish_during_the_walk_are_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_limits_of_trees_and_patches(tmp_path: Path) -> None:
+def test_limits_of_trees_and_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = GitStore(tmp_path / "git", max_bytes=100, max_patch=100)
+    # Dead before what is still buffered for it can be written.
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: (process.send_signal(9), process.wait()))
     empty = store.write([])
     with pytest.raises(ResourceExhausted) as caught:
         store.write([Node(b"a", "100644", 101, lambda: bytes(101))])

@@ -46,9 +46,13 @@ class ClaudeCode(Harness):
             argv += ["--disallowed-tools", ",".join(args.disallowed_tools)]
         if turns := args.max_turns:
             argv += ["--max-turns", str(turns)]
+        env = self._environment(ctx)
+        if args.skills:
+            # By itself it lists skills in a fiftieth of the window, its own first: the task's wouldn't be seen.
+            env["SLASH_COMMAND_TOOL_CHAR_BUDGET"] = "30000"
         return Launch(
             (*argv, *args.options),
-            self._environment(ctx),
+            env,
             files,
             stdin=ctx.instruction.encode(),
             folders=placed(args.skills, f"{ctx.home}/.claude/skills"),
