@@ -47,7 +47,7 @@ CI_TESTS := -m "not docker and not slurm and not vllm and not slow"
 JOBS ?= 2
 CI_DOCKER := -m "docker and not slow"
 test: $(STAMP) lint type
-	$(call twice,$(CI_TESTS),-n $(JOBS) --dist loadfile)
+	$(call twice,$(CI_TESTS),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 test-unit: $(STAMP)
 	$(PYTEST) tests/unit

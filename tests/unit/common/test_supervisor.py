@@ -31,13 +31,14 @@ def delays(supervisor: Supervisor, child: Child, times: int, kill: Callable[[Chi
     deadline = time.monotonic() + 20
     while len(found) < times:
         assert time.monotonic() < deadline
-        for line in supervisor.watch():
+        lines = list(supervisor.watch())
+        if child.alive:
+            lines += supervisor.watch()
+            kill(child)
+        for line in lines:
             if "again in" in line:
                 found.append(float(line.split()[-2]))
                 child.restart_at = time.monotonic()
-        if child.alive:
-            supervisor.watch()
-            kill(child)
         time.sleep(0.01)
     return found
 
