@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -26,13 +25,14 @@ from pydantic import (
 )
 
 from .errors import ConfigError
+from .plugins import known_names, unknown
 from .task_spec import EvaluatorSpec, TaskSpec
 
 __all__ = [
     "EVALUATORS", "HARNESSES", "RUNTIMES", "VERSION", "AiderArgs", "AnswerArgs", "Args", "ClaudeCodeArgs", "CodexArgs",
     "CommandArgs", "GeminiCliArgs", "HumanEvalArgs", "LmEvalArgs", "MiniSweAgentArgs", "NoArgs", "OpenCodeArgs",
     "PiArgs", "QwenCodeArgs", "check_arguments", "check_command", "check_evaluator", "check_known", "check_names",
-    "folders_of", "known_names", "read_args", "servers_of", "text_of", "texts_of",
+    "folders_of", "read_args", "servers_of", "text_of", "texts_of",
 ]  # fmt: skip
 
 RUNTIMES = ("apptainer", "docker", "local")
@@ -242,11 +242,6 @@ def _said(error: Any) -> str:
     return str(error["msg"])
 
 
-def known_names(group: str, built_in: Iterable[str]) -> list[str]:
-    """The built-in names and those of this installation's entry points."""
-    return sorted({*built_in, *(e.name for e in entry_points(group=group))})
-
-
 def check_names(spec: TaskSpec) -> None:
     """Refuse a harness, evaluator or runtime that nobody knows; whether a `module:Class` can be loaded, only they see
     who load it. Raises ConfigError naming the field."""
@@ -263,7 +258,7 @@ def _check_name(what: str, name: str, group: str, built_in: Iterable[str], where
     if colon and not (module and attribute):
         raise ConfigError(f"{name!r} isn't of the form module:Class", where)
     if not colon and name not in (known := known_names(group, built_in)):
-        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(known)}, or module:Class", where)
+        raise unknown(what, name, known, where)
 
 
 def check_arguments(spec: TaskSpec) -> None:

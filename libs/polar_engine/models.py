@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_common.errors import ConfigError
+from polar_common.settings import cache_dir
 
 __all__ = ["MANIFEST", "MODEL_NAMES", "ModelDir", "default_cache", "ensure_model", "weights_hash"]
 
@@ -40,7 +41,7 @@ class ModelDir:
 
 def default_cache() -> Path:
     """The model cache shared by all houses of this user."""
-    return Path.home() / ".cache" / "polar" / "models"
+    return cache_dir() / "models"
 
 
 def ensure_model(name_or_path: str | Path, cache_dir: Path | None = None) -> ModelDir:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from polar_common.settings import cache_dir
+from polar_engine.models import default_cache
 
 __all__ = ["EngineSettings"]
 
@@ -32,7 +32,7 @@ class EngineSettings(BaseSettings):
     """A known name (`smollm2-135m`, `tiny`) or a Hugging Face directory."""
     served_name: str = ""
     """The name clients use; by default the model's own."""
-    cache: Path = Field(default_factory=lambda: cache_dir() / "models")
+    cache: Path = Field(default_factory=default_cache)
     """Where models with a known name are built once."""
     max_model_len: int = Field(0, ge=0)
     """Prompt and answer together; 0 takes what the model's positions allow."""

@@ -23,7 +23,6 @@ from proxy_kit import CompletionAborted, Kit, running, session_key, settings, st
 from polar_common.bus import Bus
 from polar_common.events import PolicyPublished
 from polar_common.nats_server import NatsServer, free_port
-from polar_common.settings import cache_dir
 from polar_common.task_spec import SamplingSpec
 from polar_proxy.app import Proxy
 from polar_proxy.engines.chat import VllmChatEngine
@@ -36,7 +35,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.timeout(300)]
 def weights() -> Path:
     from polar_engine.models import ensure_model
 
-    return Path(str(ensure_model("smollm2-135m", cache_dir() / "models").path))
+    return Path(str(ensure_model("smollm2-135m").path))
 
 
 @pytest.fixture(scope="session")

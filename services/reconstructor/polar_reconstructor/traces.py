@@ -24,9 +24,9 @@ from polar_render.vocabulary import Vocabulary
 
 from .columns import Floats, Ids, Mask
 
-__all__ = ["Read", "build_traces", "closed_members", "find_traces", "find_vocabulary", "pieces"]
+__all__ = ["ID_PREFIX", "Read", "build_traces", "closed_members", "find_traces", "find_vocabulary", "pieces"]
 
-_ID_PREFIX = 6
+ID_PREFIX = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,8 +56,8 @@ async def find_traces(bus: Bus, name: str, build: str) -> list[Read]:
 
 
 async def _by_id(bus: Bus, name: str, build: str) -> Stored:
-    if len(name) < _ID_PREFIX:
-        raise ConfigError(f"give at least {_ID_PREFIX} digits of a trace id, or a session", name)
+    if len(name) < ID_PREFIX:
+        raise ConfigError(f"give at least {ID_PREFIX} digits of a trace id, or a session", name)
     found: dict[str, str] = {}
     async for stored in scan(bus, TRACES, [subjects.manifests_filter(build=build)]):
         manifest = read_message(TraceManifest, stored.body, stored.subject)

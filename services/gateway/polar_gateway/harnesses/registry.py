@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import replace
-from importlib.metadata import entry_points
 
-from polar_common.built_in import VERSION, known_names
+from polar_common.built_in import VERSION
 from polar_common.errors import ConfigError
+from polar_common.plugins import known_names, load_instance, located
 from polar_gateway.harnesses.base import Harness, Recipe
 
 __all__ = ["find", "names"]
 
 _GROUP = "polar.harnesses"
+_FIELD = "harness.name"
 _HERE = "polar_gateway.harnesses"
 _BUILT_IN = {
     "aider": f"{_HERE}.aider:Aider",
@@ -47,9 +47,9 @@ def find(name: str) -> Harness:
 def _pinned(harness: Harness, version: str) -> Harness:
     """The harness with another version of its program; the pinned one is the one that is tested."""
     if harness.recipe.kind == "none":
-        raise ConfigError(f"{harness.name} installs nothing that has a version", "harness.name")
+        raise ConfigError(f"{harness.name} installs nothing that has a version", _FIELD)
     if not re.fullmatch(VERSION, version):
-        raise ConfigError(f"{version!r} is no version", "harness.name")
+        raise ConfigError(f"{version!r} is no version", _FIELD)
     first, *others = harness.recipe.packages
     packages = (first.removesuffix(harness.version) + version, *others)
     values = {"version": version, "recipe": replace(harness.recipe, packages=packages)}
@@ -58,22 +58,10 @@ def _pinned(harness: Harness, version: str) -> Harness:
 
 
 def _found(name: str) -> Harness:
-    where = _BUILT_IN.get(name) or next((e.value for e in entry_points(group=_GROUP) if e.name == name), name)
-    module, colon, attribute = where.partition(":")
-    if not colon:
-        raise ConfigError(f"unknown harness {name!r}; known: {', '.join(names())}, or module:Class", "harness.name")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-        if not (isinstance(found, type) and issubclass(found, Harness)):
-            raise ConfigError(f"{where!r} isn't a Harness", "harness.name")
-        made: Harness = found()
-    except ConfigError:
-        raise
-    except Exception as error:
-        # A user's own module may raise anything.
-        raise ConfigError(f"cannot load {where!r}: {error!r}", "harness.name") from error
+    where = located("harness", name, _GROUP, _BUILT_IN, _FIELD)
+    made = load_instance(where, Harness, _FIELD)  # type: ignore[type-abstract]
     if wrong := _incomplete(made):
-        raise ConfigError(f"{where!r} {wrong}", "harness.name")
+        raise ConfigError(f"{where!r} {wrong}", _FIELD)
     return made
 
 
