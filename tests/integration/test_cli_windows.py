@@ -3,14 +3,11 @@ doesn't fit any more is summed up and gone on with, where the program does that.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from cli_kit import CALLS, run
+from cli_kit import CALLS, run, served
 from proxy_engine import Heard, Say, ScriptedEngine
-from proxy_kit import Kit, kit
 
 from polar_common.bus import Bus
 from polar_common.nats_server import NatsServer
@@ -21,18 +18,6 @@ ROOM = {"pi": 4_096, "claude_code": 40_000, "codex": 32_768, "qwen_code": 66_000
 """By program: its first prompt in the words of a small vocabulary, and a little more."""
 WORDS = "The quick brown fox jumps over the lazy dog and writes a file named notes.txt to the disk."
 LINES = {"pi": 100, "claude_code": 160, "qwen_code": 70}
-
-
-@asynccontextmanager
-async def served(model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, window: int) -> AsyncIterator[Kit]:
-    engine = ScriptedEngine(model_dir)
-    engine.window = window
-    await engine.start()
-    try:
-        async with kit(model_dir, nats_server.url, bus, tmp_path, engine) as made:
-            yield made
-    finally:
-        await engine.stop()
 
 
 class Asked:

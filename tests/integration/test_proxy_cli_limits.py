@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from cli_kit import CALLS, run
-from proxy_engine import Say, ScriptedEngine
-from proxy_kit import CompletionAborted, Kit, kit
+from cli_kit import CALLS, run, served
+from proxy_engine import Say
+from proxy_kit import CompletionAborted, Kit
 
 from polar_common.bus import Bus
 from polar_common.events import CompletionCaptured
@@ -28,14 +28,8 @@ NAMES = ("pi", "claude_code", "codex")
 
 @pytest.fixture
 async def proxy(model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path) -> AsyncIterator[Kit]:
-    engine = ScriptedEngine(model_dir)
-    engine.window = WINDOW
-    await engine.start()
-    try:
-        async with kit(model_dir, nats_server.url, bus, tmp_path, engine) as made:
-            yield made
-    finally:
-        await engine.stop()
+    async with served(model_dir, nats_server, bus, tmp_path, WINDOW) as made:
+        yield made
 
 
 def refusal(status: int) -> Say:
