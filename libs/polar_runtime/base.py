@@ -12,6 +12,7 @@ worst; its commands run inside the isolation that `isolation` names.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ __all__ = [
     "check_proxy_socket",
     "checked_argv",
     "checked_env",
+    "host_name",
 ]
 
 Stream = Literal["stdout", "stderr"]
@@ -102,6 +104,16 @@ class RuntimeSpec:
         if not self.workdir.startswith("/") or ".." in self.workdir.split("/"):
             raise ConfigError(f"must be an absolute path: {self.workdir!r}", "runtime.workdir")
         checked_env(self.env, "runtime.env")
+
+    @property
+    def host_name(self) -> str:
+        """The attempt's name on this host."""
+        return host_name(self.root, self.label)
+
+
+def host_name(root: Path, label: str) -> str:
+    """An attempt's name among all of a host: houses whose tasks are called the same have the same labels."""
+    return f"{label}-{hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class DockerRuntime(CourieredRuntime):
 
     def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         base = {"HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
-        return {**base, **self.spec.env, **checked_env(env or {}), ledger.VARIABLE: self.spec.label}
+        return {**base, **self.spec.env, **checked_env(env or {}), ledger.VARIABLE: self.spec.host_name}
 
     async def _courier(self, args: Sequence[str], stdin: bytes, sink: Callable[[bytes], None]) -> tuple[int, str]:
         self._check_started()

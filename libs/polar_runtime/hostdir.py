@@ -151,7 +151,7 @@ class HostDirRuntime(Runtime):
         self._prepare_enclosure()
         found = cgroup.find() if self.spec.options.get("cgroup") != "off" else None
         if found is not None:
-            group = cgroup.Cgroup(found, self.spec.label)
+            group = cgroup.Cgroup(found, self.spec.host_name)
             with contextlib.suppress(OSError):
                 group.create(self.spec.limits.memory_mb, self.spec.limits.pids, self.spec.limits.cpus)
                 self._group = group
@@ -289,8 +289,8 @@ class HostDirRuntime(Runtime):
         tmp = "/tmp" if self._isolated else str(self._places.tmp)
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         base = {"HOME": self.home, "PATH": path, "TMPDIR": tmp, "LANG": "C.UTF-8", "TERM": "dumb", "SHELL": "/bin/sh"}
-        base |= {"USER": "agent", "LOGNAME": "agent", ledger.VARIABLE: self.spec.label}
-        return {**base, **self.spec.env, **checked_env(env or {}), ledger.VARIABLE: self.spec.label}
+        base |= {"USER": "agent", "LOGNAME": "agent", ledger.VARIABLE: self.spec.host_name}
+        return {**base, **self.spec.env, **checked_env(env or {}), ledger.VARIABLE: self.spec.host_name}
 
     def _files(self) -> HostFiles:
         places = self._places
@@ -332,7 +332,7 @@ class HostDirRuntime(Runtime):
             )
             self._group.remove()
         elif not self._isolated:
-            ledger.kill_labelled(self.spec.label)
+            ledger.kill_named(self.spec.host_name)
         try:
             remove_tree(self._places.base)
         except OSError as error:

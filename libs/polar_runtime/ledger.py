@@ -18,11 +18,12 @@ import structlog
 
 from polar_common.errors import RuntimeFault
 from polar_runtime import procs
+from polar_runtime.base import host_name
 from polar_runtime.beneath import remove_tree
 from polar_runtime.cgroup import Cgroup, Hierarchies
 from polar_runtime.loopdisk import LoopDisk
 
-__all__ = ["VARIABLE", "Ledger", "kill_labelled", "reap"]
+__all__ = ["VARIABLE", "Ledger", "kill_named", "reap"]
 
 VARIABLE = "POLAR_ATTEMPT"
 _log = structlog.get_logger(__name__)
@@ -78,10 +79,10 @@ class Ledger:
         return record if isinstance(record, dict) else {}
 
 
-def kill_labelled(label: str, seconds: float = 5.0) -> bool:
-    """Kill every process that was started with the attempt's label in its environment; True when none is left."""
+def kill_named(name: str, seconds: float = 5.0) -> bool:
+    """Kill every process that was started with the attempt's name in its environment; True when none is left."""
     deadline = time.monotonic() + seconds
-    variable = f"{VARIABLE}={label}".encode()
+    variable = f"{VARIABLE}={name}".encode()
     while pids := procs.labelled(variable):
         if time.monotonic() > deadline:
             return False
@@ -120,11 +121,12 @@ def _reap_one(base: Path) -> None:
     if owner.get("boot") == procs.boot_id():
         for process in ledger.processes():
             procs.kill_tree(process)
-        kill_labelled(base.name)
+        name = host_name(base.parent, base.name)
+        kill_named(name)
         groups = owner.get("groups")
         paths = [Path(p) for p in groups if isinstance(p, str)] if isinstance(groups, list) else []
         if paths:
-            group = Cgroup(Hierarchies({str(i): p.parent for i, p in enumerate(paths)}, v2=len(paths) == 1), base.name)
+            group = Cgroup(Hierarchies({str(i): p.parent for i, p in enumerate(paths)}, v2=len(paths) == 1), name)
             group.kill()
             group.remove()
     LoopDisk(base, 0).remove()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,7 +52,7 @@ async def run(proxy: Kit, name: str, tmp_path: Path, **told: Any) -> tuple[ExecR
     harness = registry.find(name)
     installed = await asyncio.to_thread(toolchain.ensure, harness)
     spec = RuntimeSpec(
-        "local", f"limits-{os.getpid()}.1", tmp_path / "attempts", mounts=toolchain.mounts(installed),
+        "local", "limits.1", tmp_path / "attempts", mounts=toolchain.mounts(installed),
         proxy_socket=proxy.proxy.settings.socket_path, limits=Limits(memory_mb=4096, pids=1024),
     )  # fmt: skip
     token = sign(proxy.key, SECRET.encode())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from runtime_kit import HEARTBEAT, LIMITS, begun, sh, soon
@@ -20,11 +20,13 @@ import runtime_docker
 from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_common.tasks import spawn
 from polar_runtime import RuntimeSpec, make_runtime, procs, reap
+from polar_runtime.base import host_name
 
 # Starts an attempt, says so when its command runs, and waits to be killed.
 _GATEWAY = """
 import asyncio, json, sys
 from pathlib import Path
+from typing import Literal
 from polar_runtime import RuntimeSpec, make_runtime
 async def main():
     spec = RuntimeSpec(root=Path(sys.argv[2]), network="none", **json.loads(sys.argv[1]))
@@ -63,7 +65,7 @@ _KINDS = [("bubblewrap", "on"), ("bubblewrap", "off"), ("none", "on"), ("none", 
 async def test_a_killed_gateways_attempt_is_reaped(isolation: str, groups: str, tmp_path: Path) -> None:
     label = f"reap-{isolation}-{groups}.1"
     killed_gateway(tmp_path, kind="local", label=label, isolation=isolation, options={"cgroup": groups})
-    variable = f"POLAR_ATTEMPT={label}".encode()
+    variable = f"POLAR_ATTEMPT={host_name(tmp_path, label)}".encode()
     assert await reap(tmp_path, alive) == []
     assert (tmp_path / label / "owner.json").exists()
     owner = json.loads((tmp_path / label / "owner.json").read_text())
@@ -72,6 +74,32 @@ async def test_a_killed_gateways_attempt_is_reaped(isolation: str, groups: str, 
     assert await soon(lambda: procs.labelled(variable) == [])
     assert not [path for path in owner["groups"] if Path(path).exists()]
     assert await reap(tmp_path, dead) == []
+
+
+@pytest.mark.parametrize(("isolation", "groups"), _KINDS)
+@pytest.mark.parametrize("how", ["stopped", "reaped"])
+async def test_another_houses_attempt_of_the_same_name_is_left_alone(
+    isolation: Literal["bubblewrap", "none"], groups: str, how: str, tmp_path: Path
+) -> None:
+    """Two houses on one host, a task of one run's name in each."""
+    here, there = tmp_path / "here", tmp_path / "there"
+
+    def spec(root: Path) -> RuntimeSpec:
+        return RuntimeSpec("local", "same.1", root, isolation=isolation, options={"cgroup": groups})
+
+    async with make_runtime(spec(there)) as other:
+        task = spawn(sh(other, HEARTBEAT.format("beat")), name="exec")
+        assert await begun(other, "beat")
+        if how == "reaped":
+            killed_gateway(here, kind="local", label="same.1", isolation=isolation, options={"cgroup": groups})
+            assert await reap(here, dead) == ["same.1"]
+        else:
+            async with make_runtime(spec(here)) as one:
+                await sh(one, "true")
+        assert not (await asyncio.wait({task}, timeout=0.5))[0]
+        assert await begun(other, "beat")
+        await other.cancel()
+        await task
 
 
 @pytest.mark.parametrize(("earlier", "boot"), [(1, ""), (0, "another boot")])
@@ -225,7 +253,3 @@ async def test_a_daemon_restart_is_nobodys_fault_and_the_next_attempt_works(tmp_
         async with make_runtime(docker_spec(host, tmp_path / "attempts", "s.2")) as after:
             assert (await sh(after, "echo works")).stdout == b"works\n"
     shutil.rmtree(directory)
-
-
-def test_nothing_of_these_tests_runs_on() -> None:
-    assert not [p for p in procs.labelled(b"POLAR_ATTEMPT=s.1") if p != os.getpid()]
