@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,10 +113,25 @@ def removal(label: str, root: Path) -> Callable[[Any], None]:
     def work(client: Any) -> None:
         filters = {"label": [f"{ATTEMPT}={label}", f"{ROOT}={root.absolute()}"]}
         for found in client.api.containers(all=True, filters=filters):
-            with contextlib.suppress(NotFound):
-                client.api.remove_container(found["Id"], force=True, v=True)
+            _remove(client, found["Id"])
 
     return work
+
+
+def _remove(client: Any, container: str) -> None:
+    """Gone when this returns, whoever removes it: the daemon refuses the second of two requests."""
+    until = time.monotonic() + _TIMEOUT_S
+    while True:
+        try:
+            client.api.remove_container(container, force=True, v=True)
+        except NotFound:
+            return
+        except APIError as error:
+            if "already in progress" not in str(error.explanation) or time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 async def _upgraded(reader: asyncio.StreamReader) -> None:
