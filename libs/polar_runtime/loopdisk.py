@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import time
 from pathlib import Path
 
 from polar_common.errors import RuntimeFault, RuntimeUnavailable
@@ -16,6 +17,7 @@ from polar_common.errors import RuntimeFault, RuntimeUnavailable
 __all__ = ["LoopDisk"]
 
 _SLACK = 1 << 20
+_BUSY_S = 5.0
 # No journal and no reserved blocks: nobody reads it after a crash.
 _FEATURES = ("-m", "0", "-O", "^has_journal,^resize_inode", "-E", "lazy_itable_init=1,nodiscard")
 
@@ -59,10 +61,14 @@ class LoopDisk:
 
     def remove(self) -> None:
         """Unmount it, if it is mounted, and delete it. RuntimeFault where the kernel won't."""
-        if self._place.is_mount():
+        until = time.monotonic() + _BUSY_S
+        while self._place.is_mount():
             done = subprocess.run(["umount", str(self._place)], capture_output=True, text=True, check=False)
-            if done.returncode and self._place.is_mount():
+            if done.returncode and time.monotonic() > until:
                 raise RuntimeFault(f"umount: {done.stderr.strip()[:300]}")
+            if done.returncode:
+                # Whoever looked into it a moment ago (the daemon, making a container of it) is about to leave.
+                time.sleep(0.05)
         self._file.unlink(missing_ok=True)
 
 

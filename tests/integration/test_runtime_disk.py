@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import tarfile
 import tracemalloc
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from runtime_kit import LIMITS, sh, soon
 from test_runtime_leftovers import alive, dead, docker_spec, killed_gateway
 
 import runtime_docker
-from polar_common.errors import ConfigError, RuntimeUnavailable
+from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
 from polar_runtime import RuntimeSpec, loopdisk, make_runtime, reap
 from polar_runtime.loopdisk import LoopDisk
 
@@ -139,3 +140,21 @@ def test_a_disk_says_how_full_it_is(tmp_path: Path) -> None:
         disk.remove()
     assert on_disk(tmp_path) == []
     disk.remove()
+
+
+@pytest.mark.parametrize("held_s", [0.3, 60.0])
+def test_a_disk_that_somebody_still_looks_into_is_waited_for_but_not_for_ever(tmp_path: Path, held_s: float) -> None:
+    disk = LoopDisk(tmp_path, 64)
+    disk.make()
+    looker = subprocess.Popen(["sleep", str(held_s)], cwd=disk.directory("work"))
+    try:
+        if held_s > 1:
+            with pytest.raises(RuntimeFault, match="busy"):
+                disk.remove()
+        else:
+            disk.remove()
+    finally:
+        looker.kill()
+        looker.wait()
+        disk.remove()
+    assert on_disk(tmp_path) == []
