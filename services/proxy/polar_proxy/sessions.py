@@ -120,14 +120,14 @@ class Sessions:
         self._known.pop((session, attempt), None)
 
     def _evict(self, new: tuple[str, int]) -> None:
-        if len(self._known) <= self._limit:
-            return
-        for name, session in list(self._known.items()):
-            if len(self._known) <= self._limit:
+        """Those used longest ago come first, and nearly always the first may go."""
+        now = time.monotonic()
+        while len(self._known) > self._limit:
+            idle = (
+                name
+                for name, session in self._known.items()
+                if name != new and not session.running and now - (session.recent[-1] if session.recent else 0.0) > 1.0
+            )
+            if (gone := next(idle, None)) is None:
                 return
-            if (
-                name != new
-                and not session.running
-                and time.monotonic() - (session.recent[-1] if session.recent else 0.0) > 1.0
-            ):
-                del self._known[name]
+            del self._known[gone]
