@@ -11,10 +11,12 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import nats.errors
@@ -37,7 +39,7 @@ from .settings import HouseSettings
 from .tasks import cancel_and_wait, spawn
 from .topology import ConsumerSpec
 
-__all__ = ["Service", "die_with_parent", "own_process", "serve_http"]
+__all__ = ["Service", "die_with_parent", "own_process", "serve_http", "tell_ready"]
 
 _BACKLOG = 2048
 _LEAVING_S = 3.0
@@ -52,12 +54,28 @@ def die_with_parent() -> None:
 
 _alone = False
 """Whether this process is one service's own (`own_process`)."""
+_announced = False
+"""Whether standard output is told when it is ready."""
 
 
-def own_process() -> None:
+def own_process(*, announce: bool = False) -> None:
     """Say that this process exists for one service: it then ends in time, whatever hangs while it leaves."""
-    global _alone
-    _alone = True
+    global _alone, _announced
+    _alone, _announced = True, announce
+
+
+def tell_ready(path: Path | None, **facts: Any) -> None:
+    """Log that a service is ready; its facts go into `path` and, of an announced one, onto standard output."""
+    _log.info("ready", **facts)
+    body = orjson.dumps({"pid": os.getpid(), **facts})
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        draft.write_bytes(body)
+        draft.rename(path)
+    if _announced:
+        sys.stdout.write(body.decode() + "\n")
+        sys.stdout.flush()
 
 
 def _end_in(seconds: float) -> None:
@@ -166,13 +184,7 @@ class Service:
             _log.warning("left without the log", error=repr(error))
 
     def _tell_ready(self) -> None:
-        _log.info("ready", instance=self.instance, **self.facts)
-        path = self.settings.ready_file
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(".tmp")
-            draft.write_bytes(orjson.dumps({"pid": os.getpid(), "service": self.name, **self.facts}))
-            draft.rename(path)
+        tell_ready(self.settings.ready_file, service=self.name, instance=self.instance, **self.facts)
 
 
 def _broker(where: Connection, name: str) -> NatsBroker:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from pydantic import Field, SecretStr
@@ -10,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from .ids import FIRST_SEGMENT
 
-__all__ = ["HouseSettings", "TlsSettings", "cache_dir", "inherited_environment"]
+__all__ = ["HouseSettings", "TlsSettings", "cache_dir", "docker_host", "inherited_environment", "known_settings"]
 
 
 class TlsSettings(BaseSettings):
@@ -70,3 +73,23 @@ def cache_dir() -> Path:
 def inherited_environment() -> dict[str, str]:
     """This process's environment, for children; thread pools of numeric libraries are kept to one thread each."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+
+
+def docker_host() -> str:
+    """Address of the Docker daemon: `$DOCKER_HOST`, else the usual socket."""
+    found = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    return found.removeprefix("http+")
+
+
+def known_settings() -> set[str]:
+    """The names of all settings in the environment: those of this installation's services, and the house's own."""
+    for service in entry_points(group="polar.services"):
+        importlib.import_module(f"{service.module.rpartition('.')[0]}.settings")
+    return {f"{s.model_config['env_prefix']}{name}".upper() for s in _below(BaseSettings) for name in s.model_fields}
+
+
+def _below(kind: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
+    for one in kind.__subclasses__():
+        if one.model_config.get("env_prefix", "").startswith("POLAR_"):
+            yield one
+        yield from _below(one)

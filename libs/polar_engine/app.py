@@ -1,27 +1,21 @@
-"""The engine's process: `polar run-service engine --model tiny --port 0`."""
+"""The engine's process: `polar run-service engine`."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
-import orjson
-import structlog
 import uvicorn
 from pydantic_settings import CliApp
 
 from polar_common.logs import configure
-from polar_common.service import die_with_parent
+from polar_common.service import die_with_parent, tell_ready
 from polar_engine.host import EngineHost
 from polar_engine.server import create_app
 from polar_engine.settings import EngineSettings
 
 __all__ = ["run", "serve"]
-
-_log = structlog.get_logger(__name__)
 
 
 def run(argv: Sequence[str] = ()) -> None:
@@ -64,15 +58,5 @@ async def serve(host: EngineHost) -> None:
         port = int(sock.getsockname()[1])
         # Listening before the file is told, so that whoever reads it can connect at once.
         sock.listen(config.backlog)
-        _tell_ready(settings.ready_file, port, host.served.name)
+        tell_ready(settings.ready_file, port=port, model=host.served.name)
         await server.serve([sock])
-
-
-def _tell_ready(path: Path | None, port: int, model: str) -> None:
-    _log.info("ready", port=port, model=model)
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(orjson.dumps({"port": port, "pid": os.getpid(), "model": model}))
-    draft.rename(path)

@@ -22,6 +22,7 @@ import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from polar_common.errors import ConfigError, RuntimeFault, RuntimeUnavailable
+from polar_common.settings import docker_host
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_runtime.base import Stream
 
@@ -32,15 +33,12 @@ ATTEMPT, ROOT = "polar.attempt", "polar.root"
 T = TypeVar("T")
 _THREADS = 16
 _TIMEOUT_S = 60
-_DEFAULT = "unix:///var/run/docker.sock"
 
 
 @functools.cache
 def daemon(host: str = "") -> Daemon:
     """The daemon at `host` (default: `DOCKER_HOST`, else the usual socket). One per process and address."""
-    if not host:
-        host = str(docker.utils.kwargs_from_env().get("base_url", "") or _DEFAULT)
-    host = host.replace("http+unix://", "unix://")
+    host = (host or docker_host()).removeprefix("http+")
     if not host.startswith("unix://"):
         raise ConfigError(
             f"directories are mounted, so the daemon must be this host's: unix://…, not {host}", "docker_host"

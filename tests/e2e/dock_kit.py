@@ -47,15 +47,13 @@ class Dock:
     def tmp(self) -> Path:
         return self.directory / "tmp"
 
-    def run(self, *tasks: dict[str, Any], timeout: float = 400) -> dict[str, dict[str, Any]]:
+    def run(self, *tasks: dict[str, Any], timeout: float = 400, code: int = 0) -> dict[str, dict[str, Any]]:
         """Summary rows by task, `shown` holding the first session; nothing of them may be left with the daemon."""
         run = f"run-{new_id()[:8]}"
         path = self.live.data.parent / f"{run}.yaml"
         path.write_text(yaml.safe_dump({"tasks": list(tasks)}))
-        rows = {
-            r["id"]: r
-            for r in self.live.polar("run", str(path), "--run", run, "--timeout", str(timeout), timeout=timeout + 50)
-        }
+        argv = ["run", str(path), "--run", run, "--timeout", str(timeout)]
+        rows = {r["id"]: r for r in self.live.polar(*argv, code=code, timeout=timeout + 50)}
         for row in rows.values():
             row["shown"] = self.live.polar("session", "show", row["session_ids"][0])[0]
         assert self.left() == []

@@ -50,7 +50,7 @@ def test_a_disk_holds_the_images_own_files(disks: Dock) -> None:
 
 def test_an_image_that_doesnt_fit_is_told_once(disks: Dock) -> None:
     image = runtime_docker.image_with(disks.host, "workspace/large", bytes(40 << 20))
-    row = disks.run(disks.task("large", "true", runtime={"image": image, "disk_mb": 32}))["large"]
+    row = disks.run(disks.task("large", "true", runtime={"image": image, "disk_mb": 32}), code=1)["large"]
     assert row["outcomes"] == {"harness_error": 1}
     assert "doesn't fit" in row["shown"]["detail"]
     assert len(row["shown"]["attempts"]) == 1

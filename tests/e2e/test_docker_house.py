@@ -152,6 +152,7 @@ def test_images_that_cannot_run_are_told_by_name(dock: Dock) -> None:
     rows = dock.run(
         dock.task("unknown", "true", runtime={"image": "polar-test/nowhere:1"}, limits=few),
         dock.task("foreign", "true", runtime={"image": foreign}, limits=few),
+        code=1,
     )
     assert rows["unknown"]["outcomes"] == {"infra_error": 1}
     assert rows["unknown"]["shown"]["cause"] == "image"

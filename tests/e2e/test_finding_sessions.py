@@ -46,7 +46,7 @@ def name() -> str:
 def told(scripted_house: Live, tmp_path_factory: pytest.TempPathFactory, name: str) -> str:
     """What `polar run` printed."""
     file = tasks_file(tmp_path_factory.mktemp("run"), TASKS.replace("NAME", name))
-    return said(scripted_house, "run", file, "--run", name, "--timeout", "200")[0]
+    return said(scripted_house, "run", file, "--run", name, "--timeout", "200", code=1)[0]
 
 
 def listed(live: Live, *arguments: str, count: int) -> list[dict[str, object]]:
@@ -106,7 +106,7 @@ def test_ones_own_task_id_is_enough_where_one_run_has_it(scripted_house: Live, t
 
 def test_what_was_handed_in_before_is_told(scripted_house: Live, tmp_path: Path, told: str, name: str) -> None:
     file = tasks_file(tmp_path, TASKS.replace("NAME", name))
-    shown, warned = said(scripted_house, "run", file, "--run", name)
+    shown, warned = said(scripted_house, "run", file, "--run", name, code=1)
     assert "3 of 3 tasks; they don't run again" in warned and "not passed" in shown
     more = tasks_file(tmp_path, TASKS.replace("NAME", f"{name}-more"))
     assert "before" not in said(scripted_house, "submit", more, "--run", name)[1]

@@ -125,7 +125,7 @@ tasks:
      evaluator: {{kind: command, command: "true"}}}}
 """,
     )
-    rows = {r["id"]: r for r in scripted_house.polar("run", file, "--run", run, "--timeout", "120")}
+    rows = {r["id"]: r for r in scripted_house.polar("run", file, "--run", run, "--timeout", "120", code=1)}
     assert rows["bad"]["outcomes"] == {"harness_error": 1}
     assert rows["good"]["outcomes"] == {"passed": 1}
     shown = scripted_house.polar("session", "show", rows["bad"]["session_ids"][0])[0]

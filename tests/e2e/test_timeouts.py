@@ -47,10 +47,10 @@ _STAGES = [
 
 
 def run(house: Live, directory: Path, tasks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Summary rows by task; `last` is the attempt, `shown` the session."""
+    """Summary rows by task; `last` is the attempt, `shown` the session. Some of them end as infra or harness errors."""
     name, path = f"run-{new_id()[:8]}", directory / "tasks.yaml"
     path.write_text(yaml.safe_dump({"tasks": tasks}))
-    found = {r["id"]: r for r in house.polar("run", str(path), "--run", name, "--timeout", "200")}
+    found = {r["id"]: r for r in house.polar("run", str(path), "--run", name, "--timeout", "200", code=1)}
     for row in found.values():
         row["shown"] = house.polar("session", "show", row["session_ids"][0])[0]
         (row["last"],) = row["shown"]["attempts"]

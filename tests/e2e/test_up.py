@@ -56,6 +56,8 @@ def test_a_directory_that_cant_be_written_is_named(tmp_path: Path) -> None:
         (("--engine-kind", "foo"), "--engine-kind: must be one of vllm, sglang"),
         (("--sync", "often"), "--sync: must be always or an interval"),
         (("--setting", "POLAR_X"), "--setting: must be NAME=VALUE"),
+        (("--setting", "POLAR_PROXY_DRIAN=1"), "no setting 'POLAR_PROXY_DRIAN'; the nearest is POLAR_PROXY_DRAIN"),
+        (("--setting", "proxy_drain=1"), "no setting 'proxy_drain'; the nearest is POLAR_PROXY_DRAIN"),
         (("--tokenizer", "/nowhere"), "--tokenizer: /nowhere is no directory"),
         (("--engine-url", "localhost:8000"), "--engine-url: must begin with http://"),
         (("--engine-url", "http://127.0.0.1:9"), "--tokenizer: name the directory"),

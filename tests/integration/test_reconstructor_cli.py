@@ -173,6 +173,23 @@ async def test_a_trace_is_found_by_session_number_or_id_and_shown_in_pieces(hous
             await polar("trace", "show", wrong)
 
 
+async def test_of_a_completion_the_trace_is_shown_that_trains_it(house: list[Script], bus: Bus) -> None:
+    """Not those in which it is context."""
+    script = Script(task=task_id(FIRST_SEGMENT, "run", "hex")).started()
+    names = [f"{n}{n}{n}{n}c0ffee{n}" for n in "abc"]
+    script.call(names[0], [1], [10, E]).call(names[1], [1, 10, E, 5], [20, E], parent=names[0])
+    script.call(names[2], [1, 10, E, 7], [30, E], parent=names[0]).ended()
+    await script.publish(bus)
+    end = await bus.last(subjects.session(script.session, 1, "artifacts"))
+    assert end is not None
+    await Reconstructor(bus, "live", BUILT_IN["exact"]).on_ended(end)
+    whole = await polar("trace", "show", script.session)
+    for name, wanted in zip(names, (whole[0], whole[0], whole[1]), strict=True):
+        assert await polar("trace", "show", name) == await polar("trace", "show", name[:8]) == [wanted]
+    with pytest.raises(ConfigError, match="no traces of build live begin so"):
+        await polar("trace", "show", "c0ffee")
+
+
 async def test_a_completion_that_isnt_trained_is_shown_with_its_reason(
     house: list[Script], bus: Bus, tmp_path: Path
 ) -> None:
@@ -187,7 +204,7 @@ async def test_a_completion_that_isnt_trained_is_shown_with_its_reason(
         assert (one["completion"], one["reason"]) == (completion, "max_length")
         assert one["meaning"] == MEANINGS["max_length"] and one["sampled_tokens"] and one["text"].endswith("99")
     with pytest.raises(ConfigError, match="at least 6 digits"):
-        await polar("trace", "show", next(iter(fact.excluded)))
+        await polar("trace", "show", "short")
 
 
 def test_a_trace_without_colours_says_what_each_stretch_is(capsys: pytest.CaptureFixture[str]) -> None:

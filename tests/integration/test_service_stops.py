@@ -1,4 +1,4 @@
-"""A service that is told to stop while the log is away leaves in time, without a traceback."""
+"""A service tells when it is ready; told to stop while the log is away, it leaves in time, without a traceback."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_a_service_stops_quietly_while_the_log_is_away(tmp_path: Path, name: str
         subprocess.run([sys.executable, "-m", "polar_common.apply_topology"], env=env, check=True, timeout=60)
         ready = tmp_path / "ready.json"
         env |= {"POLAR_READY_FILE": str(ready), "POLAR_SECRET": "s" * 32}
-        argv = [sys.executable, "-m", "polar_common.cli", "run-service", name]
-        with (tmp_path / "log").open("w+b") as log:
-            service = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
+        argv = [sys.executable, "-m", "polar_common.cli", "run-service", name, "--json"]
+        with (tmp_path / "log").open("w+b") as log, (tmp_path / "told").open("w+b") as told:
+            service = subprocess.Popen(argv, env=env, stdout=told, stderr=log)
             try:
                 deadline = time.monotonic() + 60
                 while not ready.exists() and time.monotonic() < deadline:
@@ -37,6 +37,8 @@ def test_a_service_stops_quietly_while_the_log_is_away(tmp_path: Path, name: str
             finally:
                 service.kill()
                 service.wait()
+            told.seek(0)
+            assert told.read() == ready.read_bytes() + b"\n"
     text = (tmp_path / "log").read_text()
     assert "Traceback" not in text, text[-3000:]
     assert code == 0, text[-3000:]

@@ -23,7 +23,7 @@ from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
 from polar_common.house.layout import Endpoint, House
 from polar_common.nats_server import find_binary
-from polar_common.settings import HouseSettings, cache_dir, inherited_environment
+from polar_common.settings import HouseSettings, cache_dir, docker_host
 from polar_common.topology import DLQ, Topology, differences, live_topology
 
 from .house import _DATA, DataOption, JsonOption
@@ -36,7 +36,6 @@ Line = tuple[str, Verdict, str]
 _VERDICTS: dict[str, Verdict] = {"ok": "ok", "warn": "note", "fail": "fail"}
 _NODE_AT_LEAST = (20, 6)
 _SPACE = 1 << 30
-_DOCKER_HOST = "unix:///var/run/docker.sock"
 
 
 def doctor(data: DataOption = _DATA, json: JsonOption = False) -> None:
@@ -104,7 +103,7 @@ def _node() -> Line:
 
 def _docker() -> Line:
     """The daemon that a gateway started here would ask; the `docker` command isn't needed."""
-    host = inherited_environment().get("DOCKER_HOST") or _DOCKER_HOST
+    host = docker_host()
     lost = f"{host}: attempts with runtime `docker` would fail; start it, or set DOCKER_HOST"
     if not host.startswith("unix://"):
         return "docker", "note", f"only a daemon on this machine will do, unix://…, not {lost}"

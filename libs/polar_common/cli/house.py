@@ -29,7 +29,7 @@ __all__ = ["DataOption", "JsonOption", "down", "run_service", "status", "up"]
 
 DataOption = Annotated[Path, typer.Option("--data", envvar="POLAR_DATA", help="The house's directory.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Port = Annotated[int | None, typer.Option(min=1, max=65535)]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="By default the usual one, if it is free.")]
 _DATA = Path(".polar")
 
 
@@ -47,16 +47,14 @@ def up(
     engine_port: Port = None,
     nats_port: Port = None,
     slots: Annotated[int, typer.Option(min=1, help="Harnesses that run at once.")] = 4,
-    engine_threads: Annotated[int, typer.Option(min=1)] = 1,
+    engine_threads: Annotated[int, typer.Option(min=1, help="Threads of the local engine.")] = 1,
     sync: Annotated[
         str, typer.Option(help="When the log is flushed: always, or an interval such as 2m (unsafe).")
     ] = "always",
     lease: Annotated[
         float, typer.Option(min=2, help="Seconds until a dead process's work is given to another.")
     ] = ACK_WAIT_S,
-    setting: Annotated[
-        list[str] | None, typer.Option(help="Any further setting, e.g. POLAR_PROXY_THINKING=follow.")
-    ] = None,
+    setting: Annotated[list[str] | None, typer.Option(help="Any further setting, e.g. POLAR_PROXY_DRAIN=true.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when it's ready; stop it with `polar down`.")
     ] = False,
@@ -222,15 +220,16 @@ def _children(house: House) -> list[list[str]]:
 
 def run_service(
     name: Annotated[str, typer.Argument(help="ingest, gateway, proxy, reconstructor, evaluator, analytics, engine")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON (pid, port) once it is ready.")] = False,
 ) -> None:
-    """Run one service in the foreground; settings come from the environment (`POLAR_…`).
+    """Run one service in the foreground; settings come from the environment (`POLAR_…`). It logs to standard error.
 
     Example: POLAR_NATS=nats://10.0.0.5:4222 polar run-service gateway
     """
     found = {e.name: e for e in importlib.metadata.entry_points(group="polar.services")}
     if name not in found:
         raise ConfigError(f"no service {name!r}; there are: {', '.join(sorted(found))}", "name")
-    own_process()
+    own_process(announce=json)
     try:
         found[name].load()()
     except ValidationError as error:

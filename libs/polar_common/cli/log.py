@@ -15,7 +15,7 @@ from polar_common.archive import segments as life
 from polar_common.bus import Bus
 from polar_common.catalogue import Catalogue
 from polar_common.errors import PolarError
-from polar_common.permissions import ADMIN, USERS, authorization, users
+from polar_common.permissions import ADMIN, SYSTEM, USERS, NatsUser, authorization, users
 from polar_common.topology import Topology, events_stream, live_topology
 from polar_common.verify import Options, audit
 
@@ -204,16 +204,27 @@ def permissions(
     passwords: Annotated[
         bool, typer.Option("--passwords", help="Print fresh passwords for these variables instead.")
     ] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Print the accounts and users of a NATS configuration, with passwords as environment variables.
+    """Print the accounts and users of a NATS configuration, with passwords as environment variables. As JSON: each
+    user's rights, or a fresh password, with its variable.
 
     Example: polar log permissions > compose/nats/users.conf && polar log permissions --passwords >> compose/.env
     """
+    named = {user: f"{variable}{user.upper()}" for user in USERS}
     if passwords:
-        for user in USERS:
+        for user, name in named.items():
             # A letter first: the server takes a variable that begins with a digit for a number.
-            console.out(f"{variable}{user.upper()}=p{secrets.token_hex(16)}", highlight=False)
+            fresh = f"p{secrets.token_hex(16)}"
+            if json:
+                emit({"name": user, "variable": name, "password": fresh})
+            else:
+                console.out(f"{name}={fresh}", highlight=False)
         return
     topology = Topology(work_classes=tuple(work_class or ("local", "docker")), segment=(segment or ["s1"])[-1])
     made = users(topology, tuple(segment or ()))
-    console.out(authorization(made, lambda user: f"${variable}{user.upper()}"), end="", highlight=False)
+    if json:
+        for one in (*made, NatsUser(SYSTEM, (), (), ())):
+            emit({"variable": named[one.name], "system": one.name == SYSTEM, **asdict(one)})
+        return
+    console.out(authorization(made, lambda user: f"${named[user]}"), end="", highlight=False)

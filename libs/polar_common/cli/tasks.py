@@ -22,7 +22,7 @@ from .waiting import Interrupted, interruptible, watch
 
 __all__ = ["Ingest", "run", "submit", "task"]
 
-_JUDGED = ("failed", "no_action", "budget_exhausted")
+_JUDGED = ("passed", "failed", "no_action", "budget_exhausted")
 _SHOWN = 20
 _NAMED = 8
 RunOption = Annotated[str, typer.Option("--run", help="Name of the run; by default the file's, else a new one.")]
@@ -69,7 +69,10 @@ def run(
     data: DataOption = _DATA,
     json: JsonOption = False,
 ) -> None:
-    """Hand in a task file, watch it to the end, and sum it up. Exit code 1 if not everything ended in time.
+    """Hand in a task file, watch it to the end, and sum it up.
+
+    Exit code 0: every session says something of the model (passed, failed, no_action, budget_exhausted). 1: one ended
+    as harness_error, infra_error or cancelled, or not everything ended in time.
 
     Example: polar run examples/quickstart/tasks.yaml
     """
@@ -88,6 +91,7 @@ def run(
         _print_summary(name, rows)
     if not finished:
         _goes_on(ingest, name, tasks)
+    if not finished or any(outcome not in _JUDGED for row in rows for outcome in row["outcomes"]):
         raise typer.Exit(1)
 
 
@@ -194,7 +198,11 @@ def task(
     ingest = Ingest(find_house(data if data != _DATA else None))
     found = _found(ingest, id, run, data)
     if cancel:
-        emit(ingest.post(f"/v1/tasks/{found['task']}/cancel", {}))
+        told = ingest.post(f"/v1/tasks/{found['task']}/cancel", {})
+        if json:
+            emit(told)
+        else:
+            console.print(f"asked to end: {told['requested']} of {told['sessions']} sessions", markup=False)
         return
     if json:
         emit(found)

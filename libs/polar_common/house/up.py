@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import hashlib
 import os
@@ -23,7 +24,7 @@ import orjson
 from polar_common.errors import ConfigError
 from polar_common.nats_server import free_port
 from polar_common.permissions import SERVICES
-from polar_common.settings import inherited_environment
+from polar_common.settings import inherited_environment, known_settings
 from polar_common.topology import ACK_WAIT_S, Topology
 
 from .layout import House, HouseFile, nats_secret, process_started
@@ -62,6 +63,11 @@ class UpOptions:
 
 def check_options(options: UpOptions) -> None:
     """Raises ConfigError, by option, for what can be told to be wrong before anything is started."""
+    known = known_settings()
+    for name in options.env:
+        if name.upper() not in known:
+            near = difflib.get_close_matches(name.upper(), known, 1, 0)
+            raise ConfigError(f"there is no setting {name!r}; the nearest is {near[0]}", "--setting")
     if options.engine_kind not in ENGINE_KINDS:
         raise ConfigError(f"must be one of {', '.join(ENGINE_KINDS)}, not {options.engine_kind!r}", "--engine-kind")
     if not re.fullmatch(r"always|(\d+(\.\d+)?(ms|s|m|h))+", options.sync):

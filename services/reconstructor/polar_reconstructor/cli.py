@@ -30,7 +30,7 @@ from .pool import Processes
 from .replay import Choice, Replay, Report
 from .rules import load
 from .settings import ReconstructorSettings
-from .traces import Read, build_traces, closed_members, find_traces, find_vocabulary, pieces
+from .traces import Read, build_traces, closed_members, find_traces, find_trained, find_vocabulary, pieces
 from .untrained import Untrained, find_untrained
 
 __all__ = ["build", "export", "replay", "trace"]
@@ -38,6 +38,7 @@ __all__ = ["build", "export", "replay", "trace"]
 T = TypeVar("T")
 DataOption = Annotated[Path | None, typer.Option("--data", help="The house's directory; by default $POLAR_DATA.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+BuildName = Annotated[str, typer.Argument(help="A build of `polar build list`.")]
 BuildOption = Annotated[str, typer.Option("--build", help="Which build.")]
 
 build = typer.Typer(help="Builds: runs of a rule set over the log.", no_args_is_help=True)
@@ -193,7 +194,7 @@ def build_list(data: DataOption = None, json: JsonOption = False) -> None:
 
 
 @build.command("show")
-def build_show(name: str, data: DataOption = None, json: JsonOption = False) -> None:
+def build_show(name: BuildName, data: DataOption = None, json: JsonOption = False) -> None:
     """One build: its sums, why completions aren't trained, and why sessions weren't built.
 
     Example: polar build show live
@@ -222,7 +223,7 @@ def _accounts(found: BuildSummary) -> list[tuple[str, str, Counter[str]]]:
 
 
 @build.command("drop")
-def build_drop(name: str, data: DataOption = None, json: JsonOption = False) -> None:
+def build_drop(name: BuildName, data: DataOption = None, json: JsonOption = False) -> None:
     """Purge a build's traces, read or unread. What the log says of the build stays; a replay of that name and the same
     rules makes the traces again.
 
@@ -233,7 +234,7 @@ def build_drop(name: str, data: DataOption = None, json: JsonOption = False) -> 
 
 
 @build.command("diff")
-def build_diff(before: str, after: str, data: DataOption = None, json: JsonOption = False) -> None:
+def build_diff(before: BuildName, after: BuildName, data: DataOption = None, json: JsonOption = False) -> None:
     """Two builds beside each other: sums over common sessions, and completions whose fate changed.
 
     Example: polar build diff live merged
@@ -274,15 +275,15 @@ def _difference(found: Difference) -> dict[str, Any]:
 def trace_show(
     name: Annotated[
         str,
-        typer.Argument(help="A session, SESSION/NUMBER, or the first digits of a trace or of a completion left out."),
+        typer.Argument(help="A session, SESSION/NUMBER, or the first digits of a trace or of a completion."),
     ],
     build_name: BuildOption = "live",
     tokenizer: Annotated[Path | None, typer.Option(help="Directory with the model's tokenizer.")] = None,
     data: DataOption = None,
     json: JsonOption = False,
 ) -> None:
-    """A trace's text, coloured by where each token comes from and whether it is trained; or a completion that the
-    build doesn't train, and why.
+    """A trace's text, coloured by where each token comes from and whether it is trained; of a completion, the trace
+    that trains it, or why none does.
 
     Example: polar trace show s1-abcdefghijklmnopqrst-0
     """
@@ -292,9 +293,12 @@ def trace_show(
         try:
             return await find_traces(bus, name, build_name), []
         except ConfigError:
-            if "-" in name or not (untrained := await find_untrained(bus, name, build_name)):
+            if "-" in name:
                 raise
-            return [], untrained
+            trained, untrained = await find_trained(bus, name, build_name), await find_untrained(bus, name, build_name)
+            if not (trained or untrained):
+                raise
+            return trained, untrained
 
     found, excluded = _with_bus(data, work)
     for left in excluded:

@@ -24,7 +24,9 @@ from polar_render.vocabulary import Vocabulary
 
 from .columns import Floats, Ids, Mask
 
-__all__ = ["ID_PREFIX", "Read", "build_traces", "closed_members", "find_traces", "find_vocabulary", "pieces"]
+__all__ = [
+    "Read", "build_traces", "closed_members", "find_traces", "find_trained", "find_vocabulary", "is_called", "pieces",
+]  # fmt: skip
 
 ID_PREFIX = 6
 
@@ -70,6 +72,23 @@ async def _by_id(bus: Bus, name: str, build: str) -> Stored:
     if stored_trace is None:
         raise ConfigError("the trace's message is gone: replay its build", name)
     return stored_trace
+
+
+def is_called(completion: str, name: str) -> bool:
+    """Whether that is its id, or six or more of its first digits."""
+    return completion == name or (len(name) >= ID_PREFIX and completion.startswith(name))
+
+
+async def find_trained(bus: Bus, name: str, build: str) -> list[Read]:
+    """The traces of a build that train a completion of that name."""
+    found = []
+    async for stored in scan(bus, TRACES, [subjects.trace_filter(build=build)]):
+        # Parsing all of a build's traces would take many times as long as looking.
+        if _numbered(stored.subject) and name.encode() in stored.body:
+            trace = read_message(Trace, stored.body, stored.subject)
+            if any(s.trained and is_called(s.completion, name) for s in trace.spans):
+                found.append(await _read(bus, stored))
+    return found
 
 
 async def build_traces(bus: Bus, build: str, run: str | None = None) -> AsyncIterator[Read]:

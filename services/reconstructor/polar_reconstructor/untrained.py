@@ -16,7 +16,7 @@ from polar_common.packing import unpack
 
 from .builds import read_build
 from .columns import Ids
-from .traces import ID_PREFIX
+from .traces import is_called
 
 __all__ = ["Untrained", "find_untrained"]
 
@@ -40,7 +40,7 @@ async def find_untrained(bus: Bus, name: str, build: str) -> list[Untrained]:
         for session, fact in (await read_build(bus, segment, build)).items():
             excluded = fact.excluded if isinstance(fact, BuildReconstructed) else {}
             for completion, reason in excluded.items():
-                if completion == name or (len(name) >= ID_PREFIX and completion.startswith(name)):
+                if is_called(completion, name):
                     found.append(await _read(bus, session, completion, reason))
     return found
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import orjson
+from typer.testing import CliRunner
+
+from polar_common.cli.main import app
 from polar_common.events import EVENT_TYPES
 from polar_common.ownership import OWNERS
-from polar_common.permissions import ADMIN, SERVICES, USERS, authorization, inbox_prefix, users
+from polar_common.permissions import ADMIN, SERVICES, SYSTEM, USERS, authorization, inbox_prefix, users
 from polar_common.topology import Topology, consumers
 
 BY_NAME = {u.name: u for u in users(Topology())}
@@ -89,3 +94,17 @@ def test_the_configuration_may_name_variables_instead_of_passwords() -> None:
         assert f"user: {user}, password: $POLAR_NATS_{user.upper()}" in text
     quoted = authorization(list(BY_NAME.values()), dict.fromkeys(USERS, "secret"))
     assert quoted.count('password: "secret"') == len(USERS)
+
+
+def test_rights_and_passwords_are_printed_for_scripts_too() -> None:
+    def told(*options: str) -> list[dict[str, Any]]:
+        done = CliRunner().invoke(app, ["log", "permissions", "--json", *options])
+        assert done.exit_code == 0, done.output
+        return [orjson.loads(line) for line in done.stdout.splitlines()]
+
+    rights, fresh = told(), told("--passwords", "--variable", "X_")
+    assert [r["name"] for r in rights] == [r["name"] for r in fresh] == list(USERS)
+    assert rights[0]["variable"] == "POLAR_NATS_INGEST" and fresh[0]["variable"] == "X_INGEST"
+    assert [r["name"] for r in rights if r["system"]] == [SYSTEM]
+    assert all(tuple(r["publish"]) == BY_NAME[r["name"]].publish for r in rights if not r["system"])
+    assert len({r["password"] for r in fresh}) == len(USERS)
