@@ -264,11 +264,14 @@ class Runtime(ABC):
 
         Contains untracked, ignored and committed files and links. Not representable and so left out: empty
         directories, sockets, pipes, devices, `.git` in whatever letters, links at or below `.gitmodules`.
+        `ResourceExhausted` for more than 512 MiB of changed files, or a patch of more than 256 MiB.
         """
         base = base or self._base
         if not base:
             raise RuntimeFault("diff before snapshot")
-        now = await self._write_tree()
+        nodes = await self._tree()
+        self._store().check_changed(nodes)
+        now = await asyncio.to_thread(self._store().write, nodes)
         return await asyncio.to_thread(self._store().diff, base, now)
 
     async def apply_patch(self, patch: bytes) -> None:

@@ -24,6 +24,8 @@ from polar_runtime.gitstore import Change, Node
 __all__ = ["CourieredRuntime"]
 
 _MAX_LISTING = 256 << 20
+# Of a patch's files are so many bytes in memory at once, and one file more.
+_BATCH = 64 << 20
 _MODES = {"100644", "100755", "120000"}
 
 
@@ -64,6 +66,9 @@ class CourieredRuntime(Runtime):
         if sum(f.size for f in found) > self.spec.limits.disk_mb << 20:
             raise ResourceExhausted(f"more than {self.spec.limits.disk_mb} MiB in the working directory", "disk")
         store = self._store()
+        if self._base:
+            # A patch is to be made of it: too much for one is told before anything is read.
+            store.check_changed(found)
         wanted = [f for f in found if store.unread(f.path, f.stamp)]
         # On disk until git has it: the first snapshot of a large repository would fill the memory.
         spool: IO[bytes] = tempfile.TemporaryFile(dir=self._git_dir().parent)  # noqa: SIM115 - closed with its nodes
@@ -74,12 +79,18 @@ class CourieredRuntime(Runtime):
         return [Node(f.path, f.mode, f.size, partial(_content, spool, contents, f.path), f.stamp) for f in found]
 
     async def _apply(self, changes: Sequence[Change]) -> None:
-        gone = [c.path for c in changes if c.data is None]
+        gone = [c.path for c in changes if c.read is None]
         if gone:
             await self._call("remove", self.workdir, b"\0".join(gone))
-        written = [_entry(c, c.data) for c in changes if c.data is not None]
-        if written:
-            await self._call("put", self.workdir, archive.to_tar(written))
+        batch: list[archive.Entry] = []
+        for change in changes:
+            if change.read is not None:
+                batch.append(_entry(change, await asyncio.to_thread(change.read)))
+            if sum(len(e.data or b"") for e in batch) > _BATCH:
+                await self._call("put", self.workdir, archive.to_tar(batch))
+                batch = []
+        if batch:
+            await self._call("put", self.workdir, archive.to_tar(batch))
 
     async def _list(self, root: str, relative: str) -> list[Found]:
         out = io.BytesIO()

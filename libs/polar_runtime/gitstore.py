@@ -8,14 +8,17 @@ inode and change time are those of an earlier walk isn't read again.
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from polar_common.errors import CommandFailed, ResourceExhausted, RuntimeFault, RuntimeUnavailable
+from polar_runtime.beneath import Found
 
 __all__ = ["Change", "GitStore", "Node"]
 
@@ -37,6 +40,8 @@ _ENV = {
 # Of what git itself is given. The empty tree is known to every git without being stored.
 _CONFIG = ("-c", "core.protectNTFS=false", "-c", "gc.auto=0")
 _EMPTY = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+# How much a binary part of a patch writes; lines of text parts begin with a sign of their own.
+_INFLATED = re.compile(rb"^GIT binary patch\nliteral (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +59,25 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What to write: `data` None removes the path."""
+    """What to write: `read` yields the content, None removes the path."""
 
     path: bytes
     mode: str
-    data: bytes | None
+    read: Callable[[], bytes] | None
 
 
 class GitStore:
-    """Blocking; use it from a thread. Not for concurrent use. `max_bytes` bounds the files read and a patch's size."""
+    """Blocking; use it from a thread. Not for concurrent use. `max_bytes` bounds the files of a tree, `max_patch` a
+    patch, and `max_changed` the files in it: git holds them in memory, and of zeros a patch may hold a thousand times
+    its size."""
 
-    def __init__(self, git_dir: Path, *, max_bytes: int = 4 << 30, max_patch: int = 256 << 20) -> None:
+    def __init__(
+        self, git_dir: Path, *, max_bytes: int = 4 << 30, max_patch: int = 256 << 20, max_changed: int = 512 << 20
+    ) -> None:
         self.git_dir = git_dir
         self.max_bytes = max_bytes
         self.max_patch = max_patch
+        self.max_changed = max_changed
         self._known: dict[bytes, tuple[tuple[int, ...], str]] = {}
         self._serial = 0
 
@@ -75,6 +85,14 @@ class GitStore:
         """Whether `write` would read this file: it is new or may have changed."""
         seen = self._known.get(path)
         return seen is None or stamp is None or seen[0] != stamp
+
+    def check_changed(self, nodes: Iterable[Node | Found]) -> None:
+        """`ResourceExhausted` where the files that `write` would read are too much for a patch."""
+        self._check(sum(node.size for node in nodes if self.unread(node.path, node.stamp)))
+
+    def _check(self, size: int) -> None:
+        if size > self.max_changed:
+            raise ResourceExhausted(f"more than {self.max_changed >> 20} MiB of changed files", "patch")
 
     def write(self, nodes: Iterable[Node]) -> str:
         """Store a tree; returns its id. `ResourceExhausted` where the files exceed `max_bytes`."""
@@ -148,7 +166,9 @@ class GitStore:
         return patch
 
     def apply(self, tree: str, patch: bytes) -> list[Change]:
-        """What `patch` changes in `tree`. `CommandFailed` where it doesn't apply or names a path outside."""
+        """What `patch` changes in `tree`. `CommandFailed` where it doesn't apply or names a path outside,
+        `ResourceExhausted` where it writes more than `max_changed` bytes."""
+        self._check(sum(map(int, _INFLATED.findall(patch))))
         self._ready()
         index = self.git_dir / "apply.index"
         index.unlink(missing_ok=True)
@@ -163,15 +183,16 @@ class GitStore:
 
     def _changes(self, before: str, after: str) -> list[Change]:
         fields = self._run("diff-tree", "-r", "-z", "--no-renames", "--raw", before, after).split(b"\0")
-        removed: list[Change] = []
-        written: list[Change] = []
-        for meta, path in zip(fields[0::2], fields[1::2], strict=False):
-            _, mode, _, sha, status = meta.split(b" ")
-            if status == b"D":
-                removed.append(Change(path, "", None))
-            else:
-                written.append(Change(path, mode.decode(), self._run("cat-file", "blob", sha.decode())))
-        return removed + written
+        changed = [(meta.split(b" "), path) for meta, path in zip(fields[0::2], fields[1::2], strict=False)]
+        removed = [Change(path, "", None) for (*_, status), path in changed if status == b"D"]
+        written = [(path, mode, sha) for (_, mode, _, sha, status), path in changed if status != b"D"]
+        asked = b"".join(sha + b"\n" for _, _, sha in written)
+        sizes = self._run("cat-file", "--batch-check=%(objectsize)", stdin=asked)
+        self._check(sum(map(int, sizes.split())))
+        return removed + [Change(path, mode.decode(), partial(self._blob, sha.decode())) for path, mode, sha in written]
+
+    def _blob(self, sha: str) -> bytes:
+        return self._run("cat-file", "blob", sha)
 
     def _ready(self) -> None:
         if not (self.git_dir / "HEAD").exists():

@@ -55,12 +55,12 @@ class HostFiles:
         """Make a patch's changes in the working directory."""
         with _translated():
             for change in changes:
-                if change.data is None:
+                if change.read is None:
                     self._work.remove(change.path)
                 elif change.mode == "120000":
-                    self._work.link(change.path, change.data)
+                    self._work.link(change.path, change.read())
                 else:
-                    self._work.write(change.path, change.data, 0o755 if change.mode == "100755" else 0o644)
+                    self._work.write(change.path, change.read(), 0o755 if change.mode == "100755" else 0o644)
 
     def _find(self, path: str) -> tuple[Beneath, str]:
         """The host directory and relative path of an inside path."""

@@ -387,11 +387,11 @@ async def self_contained_changes(rt: Runtime) -> None:
     assert result.exit_code == 0, result.output_tail
 
 
-async def test_a_file_that_no_patch_can_carry_is_told(case: Case) -> None:
+async def test_files_that_no_patch_can_carry_are_told(case: Case) -> None:
     async with case.runtime(limits=Limits(disk_mb=4096)) as rt:
         await rt.snapshot()
-        assert (await sh(rt, "truncate -s 1100M sparse")).exit_code == 0
-        with pytest.raises(ResourceExhausted):
+        assert (await sh(rt, "truncate -s 300M one; truncate -s 300M two")).exit_code == 0
+        with pytest.raises(ResourceExhausted, match="more than 512 MiB of changed files"):
             await rt.diff()
 
 

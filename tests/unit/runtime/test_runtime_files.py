@@ -183,10 +183,10 @@ def test_any_patch_applies_to_what_it_was_made_from(
         if patch:
             made = dict(before)
             for change in store.apply(first, patch):
-                if change.data is None:
+                if change.read is None:
                     del made[change.path]
                 else:
-                    made[change.path] = (change.mode, change.data)
+                    made[change.path] = (change.mode, change.read())
             assert made == after
 
 
@@ -236,6 +236,25 @@ def test_limits_of_trees_and_patches(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert caught.value.resource == "patch"
     with pytest.raises(CommandFailed):
         store.apply(empty, b"diff --git a/x b/x\n")
+
+
+def test_a_patch_of_next_to_nothing_that_unpacks_to_a_lot_is_refused(tmp_path: Path) -> None:
+    """Neither made nor applied: git would hold all of it in memory. What was there before doesn't count."""
+    large, rest = Node(b"zeros", "100644", 1 << 20, lambda: bytes(1 << 20)), Node(b"a", "100644", 2, lambda: b"a\n")
+    store, strict = GitStore(tmp_path / "git"), GitStore(tmp_path / "strict", max_changed=(1 << 20) - 1)
+    patch = store.diff(store.write([rest]), store.write([rest, large]))
+    assert len(patch) < 1 << 13
+    text = store.diff(store.write([]), store.write([Node(b"t", "100644", 1 << 20, lambda: b"x\n" * (1 << 19))]))
+    for what in (lambda: strict.check_changed([rest, large]), lambda: strict.apply(strict.write([rest]), patch),
+                 lambda: strict.apply(strict.write([]), text)):  # fmt: skip
+        with pytest.raises(ResourceExhausted, match="of changed files") as caught:
+            what()
+        assert caught.value.resource == "patch"
+    strict.write([Node(large.path, large.mode, large.size, large.read, (1,))])
+    strict.check_changed([rest, Node(large.path, large.mode, large.size, large.read, (1,))])
+    assert [c.path for c in store.apply(store.write([rest]), patch)] == [b"zeros"]
+    both = strict.write([rest, large])
+    assert [c.path for c in strict.apply(both, strict.diff(both, strict.write([rest])))] == [b"zeros"]
 
 
 def test_the_users_git_configuration_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
