@@ -1,8 +1,8 @@
 """The log: bytes of a session, publish and read rates against plain nats-py, one session out of a million messages.
 
 Sizes are of sessions that really went through the proxy: bodies, headers and subjects as JetStream stores them, and
-what they take on disk once their block is closed and compressed. Unique content is each message, new prompt id, sampled
-id and log-prob once, uncompressed.
+what they take on disk once their block is closed and compressed; on a cluster of three, whose servers do not, what
+each replica stores. Unique content is each message, new prompt id, sampled id and log-prob once, uncompressed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nats.errors
 import orjson
 import uvloop
+from nats.js.errors import APIError
 from tokenizers import Tokenizer
 
 from bench.load import Client, Result, Spawned, median, report
@@ -28,7 +30,7 @@ from polar_common.bus import Bus, scan
 from polar_common.events import CompletionCaptured, EngineFacts, HeadRef, MessagesRef, PromptRef, SamplingUsed
 from polar_common.ids import FIRST_SEGMENT, session_id, task_id
 from polar_common.keys import SessionKey, sign
-from polar_common.nats_server import NatsConfig, NatsServer, free_port
+from polar_common.nats_server import NatsCluster, NatsConfig, NatsServer, free_port
 from polar_common.packing import pack
 from polar_common.topology import Topology, apply, blobs_stream, events_stream
 
@@ -65,7 +67,7 @@ async def connected(nats: NatsServer) -> AsyncIterator[Bus]:
 
 
 @contextmanager
-def proxied(nats: NatsServer, model: Path) -> Iterator[int]:
+def proxied(nats: NatsServer | NatsCluster, model: Path) -> Iterator[int]:
     """The proxy before an engine that says different ids with different log-probs; its port."""
     end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
     with tempfile.TemporaryDirectory(prefix="polar-bench-proxy-") as name:
@@ -174,10 +176,47 @@ def sizes_of(turns: Sequence[int]) -> list[Result]:
         results.append(
             Result(f"bytes_ratio_{count}", round(value, 3), "ratio", round(naive, 2), round(value / naive, 4), note)
         )
+    results.append(_on_a_cluster(model, text))
     last = found[-1][1]
     per, note = last.columns / last.sampled, "ids and log-probs as stored; raw: 4 + 4"
     results.append(Result("bytes_per_sampled_token", round(per, 2), "bytes", 8.0, round(per / 8, 3), note))
     return results
+
+
+def _on_a_cluster(model: Path, text: str) -> Result:
+    """A session of 200 turns on three servers that replicate."""
+    with tempfile.TemporaryDirectory(prefix="polar-bench-log-") as name:
+        cluster = NatsCluster(Path(name), sync="2m")
+        try:
+            cluster.start()
+            asyncio.run(_replicated(cluster))
+            with proxied(cluster, model) as port:
+
+                async def run() -> Sizes:
+                    bus = await Bus.connect(cluster.url, "bench")
+                    sizes = await talk(bus, port, 200, text)
+                    await bus.close()
+                    return sizes
+
+                s = asyncio.run(run())
+        finally:
+            cluster.stop("kill")
+    ratio, naive = s.stored / s.unique, s.copied / s.unique
+    note = f"{s.stored:,} bytes on each replica, {s.unique:,} unique; baseline: prompts stored whole"
+    return Result("bytes_ratio_200_cluster", round(ratio, 3), "ratio", round(naive, 2), round(ratio / naive, 4), note)
+
+
+async def _replicated(cluster: NatsCluster) -> None:
+    """The streams, as soon as there is a leader to make them."""
+    bus = await Bus.connect(cluster.url, "bench")
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await apply(bus.js, Topology(replicas=3))
+                break
+            except (APIError, TimeoutError, nats.errors.Error):
+                await asyncio.sleep(0.2)
+    await bus.close()
 
 
 async def _until_compressed(bus: Bus, nats: NatsServer, port: int, text: str) -> float:

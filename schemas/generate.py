@@ -17,6 +17,8 @@ import orjson
 
 from polar_analytics.views import ddl_text
 from polar_common import __version__
+from polar_common.bus.client import BODY
+from polar_common.bus.wire import ENCODING
 from polar_common.events import EVENT_TYPES
 from polar_common.ownership import OWNERS
 from polar_common.task_spec import TaskSpec
@@ -25,6 +27,17 @@ from polar_common.traces import GroupTraces, Trace, TraceManifest
 from polar_ingest.openapi import openapi
 
 MESSAGES: dict[str, Any] = {"task": TaskSpec, "trace": Trace, "manifest": TraceManifest, "group": GroupTraces}
+HEADERS = {
+    "type": "object",
+    "properties": {
+        BODY: {"type": "string", "description": "Hash of what the event says, without who said it and when."},
+        ENCODING: {
+            "const": "zstd",
+            "description": "The body is one zstd frame: long events on streams that the server doesn't compress, as a "
+            "cluster's. Without it the body is JSON as it is.",
+        },
+    },
+}
 
 
 def _dump(value: object) -> bytes:
@@ -36,7 +49,13 @@ def asyncapi() -> dict[str, Any]:
     channels = {
         kind: {
             "address": OWNERS[kind].pattern,
-            "messages": {kind: {"payload": {"$ref": f"./events/{kind}.json"}}},
+            "messages": {
+                kind: {
+                    "contentType": "application/json",
+                    "headers": {"$ref": "#/components/schemas/headers"},
+                    "payload": {"$ref": f"./events/{kind}.json"},
+                }
+            },
             "description": f"Written by {OWNERS[kind].owner}.",
         }
         for kind in sorted(EVENT_TYPES)
@@ -56,6 +75,7 @@ def asyncapi() -> dict[str, Any]:
         "info": {"title": "Polar", "version": __version__},
         "channels": channels,
         "operations": operations,
+        "components": {"schemas": {"headers": HEADERS}},
     }
 
 

@@ -59,6 +59,7 @@ class _PerThread(threading.local):
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=3)
+        self.decompressor = zstandard.ZstdDecompressor()
 
 
 _per_thread = _PerThread()
@@ -86,7 +87,7 @@ def unzip(body: bytes, limit: int = _MAX_EXPANDED) -> bytes:
         params = zstandard.get_frame_parameters(body)
         if params.content_size > limit:
             raise BlobError(f"body would expand to {params.content_size} bytes")
-        return zstandard.ZstdDecompressor().decompress(body, max_output_size=limit)
+        return _per_thread.decompressor.decompress(body, max_output_size=limit)
     except zstandard.ZstdError as error:
         raise BlobError(f"damaged body: {error}") from error
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -33,8 +35,13 @@ pytestmark = [pytest.mark.nats, pytest.mark.timeout(240)]
 STREAM = events_stream("s1")
 
 
+def text(name: str, size: int) -> str:
+    """What takes so many bytes on the log, though it lies compressed."""
+    return base64.b85encode(random.Random(name).randbytes(size)).decode()
+
+
 def accepted(name: str, size: int = 8) -> SessionAccepted:
-    return SessionAccepted(session=f"s1-{name}-0", attempt=0, index=0, work_class="x" * size)
+    return SessionAccepted(session=f"s1-{name}-0", attempt=0, index=0, work_class=text(name, size))
 
 
 @contextmanager
@@ -176,7 +183,7 @@ async def test_r3_full_stores_refuse_stop_admission_and_keep_what_was_acknowledg
         acknowledged: dict[str, int] = {}
         assert await written(bus, acknowledged, range(700)) == 2
         assert len(acknowledged) > 100
-        answer = await edge.client.post("/v1/tasks?run=r", json=task("later", instruction="x" * 60_000))
+        answer = await edge.client.post("/v1/tasks?run=r", json=task("later", instruction=text("later", 60_000)))
         assert answer.status_code == 503 and answer.json()["error"], answer.text
         await edge.kill()
         await bus.close()

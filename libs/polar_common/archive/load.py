@@ -72,7 +72,8 @@ async def _publish_window(bus: Bus, stream: str, window: Iterable[Stored], *, ex
         headers = {BODY: stored.body_hash, TIME: stored.time.isoformat(), ELSS: "0"}
         if exact:
             headers[_EXPECTED] = str(stored.sequence - 1)
-        sent.append((stored, asyncio.ensure_future(_request(bus, stored, headers))))
+        body, encoding = await bus.packed(stored.subject, stored.body)
+        sent.append((stored, asyncio.ensure_future(_request(bus, stored, body, headers | encoding))))
         await asyncio.sleep(0)
     for stored, answer in sent:
         told = orjson.loads(await answer)
@@ -93,8 +94,8 @@ async def _same(bus: Bus, stored: Stored, stream: str) -> None:
         raise Conflict(f"{what}: import into an empty log")
 
 
-async def _request(bus: Bus, stored: Stored, headers: dict[str, str]) -> bytes:
+async def _request(bus: Bus, stored: Stored, body: bytes, headers: dict[str, str]) -> bytes:
     try:
-        return (await bus.nc.request(stored.subject, stored.body, timeout=_TIMEOUT_S, headers=headers)).data
+        return (await bus.nc.request(stored.subject, body, timeout=_TIMEOUT_S, headers=headers)).data
     except (TimeoutError, nats.errors.Error) as error:
         raise Unavailable(f"no answer to {stored.subject}: {error!r}; start the import again") from error

@@ -19,6 +19,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
+from nats.js.api import StoreCompression
 
 from polar_common import subjects
 from polar_common.connection import connection
@@ -31,6 +32,7 @@ from polar_common.topology import events_stream
 
 from .acks import Acks
 from .read import Stored, direct_get, leader_get
+from .wire import WORTH, compressed
 
 __all__ = ["Bus", "Published", "Stored"]
 
@@ -72,6 +74,8 @@ class Bus:
         self.js: JetStreamContext = nc.jetstream(timeout=_TIMEOUT_S)
         self.producer = producer
         self._acks = Acks(nc)
+        self._as_it_is: dict[str, bool] = {}
+        """Stream of events → whether its bodies needn't be compressed: the server does."""
 
     @classmethod
     async def connect(cls, url: str, producer: str, *, user: str = "", password: str = "", wait_s: float = 30.0) -> Bus:
@@ -181,7 +185,8 @@ class Bus:
                 headers |= {ELSS: str(fence[1]), ELSF: subjects.session_filter(fence[0])}
             else:
                 headers[ELSS] = "0"
-            body = encode(self._stamped(event))
+            body, encoding = await self.packed(event.subject(), encode(self._stamped(event)))
+            headers |= encoding
             if number < len(events):
                 await self.nc.publish(event.subject(), body, headers=with_trace(headers))
                 continue
@@ -198,7 +203,23 @@ class Bus:
             raise _Refused(int(error.get("err_code") or error.get("code") or 0), str(error.get("description")))
         return Published(int(answer["seq"]), bool(answer.get("duplicate")))
 
+    async def packed(self, subject: str, body: bytes) -> tuple[bytes, dict[str, str]]:
+        """A body as it's published on a subject, and the header that says how (`wire.py`)."""
+        if len(body) < WORTH or len(body) > self.nc.max_payload or not subject.startswith("polar.events."):
+            return body, {}
+        stream = await self._stream_of(subject)
+        if stream not in self._as_it_is:
+            try:
+                config = (await self.js.stream_info(stream)).config
+            except (TimeoutError, nats.errors.Error):
+                # The publish itself will tell what is wrong.
+                return body, {}
+            self._as_it_is[stream] = config.compression == StoreCompression.S2
+        return (body, {}) if self._as_it_is[stream] else compressed(body)
+
     async def _resolved(self, subject: str, body: bytes, headers: dict[str, str], body_hash: str) -> Published:
+        body, encoding = await self.packed(subject, body)
+        headers |= encoding
         for attempt in range(_TRIES):
             try:
                 return await self._request(subject, body, headers)

@@ -16,6 +16,8 @@ from nats.aio.msg import Msg
 from polar_common.errors import BusError, ConfigError, Misplaced, Unavailable
 from polar_common.events import Event, decode
 
+from .wire import plain
+
 __all__ = ["TIME", "Stored", "direct_get", "leader_get", "parse_time"]
 
 TIME = "Polar-Time"
@@ -72,7 +74,7 @@ def from_delivery(msg: Msg) -> Stored:
     """A message delivered by a consumer."""
     meta, headers = msg.metadata, msg.headers or {}
     time = datetime.fromisoformat(headers[TIME]) if TIME in headers else meta.timestamp
-    return Stored(msg.subject, meta.sequence.stream, time, msg.data, headers.get("Polar-Body", ""))
+    return Stored(msg.subject, meta.sequence.stream, time, plain(headers, msg.data), headers.get("Polar-Body", ""))
 
 
 def _raw_headers(block: bytes) -> dict[str, str]:
@@ -101,7 +103,7 @@ async def leader_get(nc: Client, stream: str, subject: str) -> Stored | None:
         message["subject"],
         int(message["seq"]),
         _time(headers, message["time"]),
-        b64decode(message.get("data") or ""),
+        plain(headers, b64decode(message.get("data") or "")),
         headers.get("Polar-Body", ""),
     )
 
@@ -182,6 +184,6 @@ def _direct(msg: Msg) -> Stored:
         headers["Nats-Subject"],
         int(headers["Nats-Sequence"]),
         _time(headers, headers["Nats-Time-Stamp"]),
-        msg.data,
+        plain(headers, msg.data),
         headers.get("Polar-Body", ""),
     )
