@@ -37,7 +37,7 @@ def load_class(place: str, base: type[T], field: str) -> type[T]:
     module, _, attribute = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(place, error, field) from error
     if not (isinstance(found, type) and issubclass(found, base)):
         article = "an" if base.__name__[0] in "AEIOU" else "a"
@@ -52,10 +52,10 @@ def load_instance(place: str, base: type[T], field: str) -> T:
         return found()
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(place, error, field) from error
 
 
-def _broken(place: str, error: Exception, field: str) -> ConfigError:
-    """A user's own module may raise anything."""
+def _broken(place: str, error: BaseException, field: str) -> ConfigError:
+    """A user's own module may raise anything, and a script end itself."""
     return ConfigError(f"cannot load {place!r}: {error!r}", field)

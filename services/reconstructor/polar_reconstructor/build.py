@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from polar_common.bus import Stored
-from polar_common.errors import Misplaced, Poison, PolarError, TraceError
+from polar_common.errors import Misplaced, Poison, TraceError
 
 from . import tree
 from .adopted import adopt
@@ -175,14 +175,16 @@ def _view(
 
 
 def _chains(rule: Rule, view: View) -> list[Chain]:
-    """What the rule finds, made to conserve. A rule of the user's own that fails fails this session alone."""
+    """What the rule finds, made to conserve. A rule of the user's own that fails, however, fails this session alone:
+    it may end neither the process nor be tried for ever. An interrupt is the user's.
+    """
     try:
         return conserve(checked(rule.chains(view), view), view)
     except TraceError as error:
         raise TraceError(f"rule {view.rules.rule}: {error}") from error
-    except PolarError:
+    except KeyboardInterrupt:
         raise
-    except Exception as error:
+    except BaseException as error:
         raise TraceError(f"rule {view.rules.rule}: {error!r}") from error
 
 

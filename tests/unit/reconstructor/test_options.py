@@ -10,7 +10,7 @@ import pytest
 from reconstruction_kit import built, ids, masks, spans, trained
 from tests.scripted_sessions import Script
 
-from polar_common.errors import ConfigError, TraceError
+from polar_common.errors import ConfigError, TraceError, Unavailable
 from polar_reconstructor.handlers import _decoder
 from polar_reconstructor.rules import BUILT_IN, Chain, Link, RuleSet, View, load, parse, rule_named
 
@@ -88,6 +88,10 @@ def test_the_hash_is_of_the_content_and_not_of_the_name() -> None:
         ("options: {a: !!set {x, y}}\n", r"options\.a"),
         ("options: {a: 99999999999999999999999}\n", "options: .*64-bit"),
         ("options: &a {b: *a}\n", r"options\.b.*cyclic"),
+        ("options: {a: .nan}\n", r"r\.yaml: options\.a.*finite"),
+        ("options: {a: [1, {b: -.inf}]}\n", r"r\.yaml: options\.a.*\.b.*finite"),
+        ("rule: exakt\n", r"r\.yaml: rule: no rule of that name: 'exakt'"),
+        ("rule: 'os:nothing'\n", r"r\.yaml: rule: os:nothing can't be loaded"),
     ],
 )
 def test_a_rules_file_with_a_mistake_names_it(tmp_path: Path, text: str, told: str) -> None:
@@ -146,8 +150,14 @@ class Backwards:
 
 
 class Broken:
+    error: BaseException = KeyError("oops")
+
     def chains(self, view: View) -> list[Chain]:
-        raise KeyError("oops")
+        raise self.error
+
+
+class Strange(BaseException):
+    """No `Exception`: what catches those alone lets it through."""
 
 
 class Beyond:
@@ -161,6 +171,18 @@ def test_a_rule_of_ones_own_cannot_break_conservation_nor_exactness() -> None:
     # c1 doesn't go on from c3: it begins a chain of its own; c2, left out, gets one.
     assert sorted(trained(made)) == [["c1"], ["c2"], ["c3"]]
     assert made.excluded == {} and all(s["context_exact"] for n in range(3) for s in spans(made, n))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Strange("odd"), Unavailable("later"), GeneratorExit()])
+def test_a_rule_of_ones_own_ends_no_process_and_is_not_tried_again(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Broken, "error", error)
+    with pytest.raises(TraceError, match=f"rule {__name__}:Broken: {type(error).__name__}"):
+        built(three_turns(), RuleSet(name="mine", rule=f"{__name__}:Broken"))
+    monkeypatch.setattr(Broken, "error", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        built(three_turns(), RuleSet(name="mine", rule=f"{__name__}:Broken"))
 
 
 @pytest.mark.parametrize("name", ["Broken", "Beyond"])
@@ -219,10 +241,21 @@ def test_a_rule_of_ones_own_may_put_any_ids_between_calls(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "name",
-    ["nowhere", "os:nothing", "no_module_x:Y", "os.path:join", f"{__name__}:Script", ":", ".x:Y", "fails_on_import:Y"],
+    [
+        "nowhere",
+        "os:nothing",
+        "no_module_x:Y",
+        "os.path:join",
+        f"{__name__}:Script",
+        ":",
+        ".x:Y",
+        "fails_on_import:Y",
+        "ends_on_import:Y",
+    ],
 )
 def test_a_rule_that_is_none_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails_on_import.py").write_text("raise ValueError('boom')\n")
+    (tmp_path / "ends_on_import.py").write_text("raise SystemExit(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="rule"):
         rule_named(name)

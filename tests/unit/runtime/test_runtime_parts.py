@@ -27,7 +27,9 @@ def spec(kind: str = "local", **changes: object) -> RuntimeSpec:
     return RuntimeSpec(kind, "s.1", Path("/nonexistent"), **changes)  # type: ignore[arg-type]
 
 
-def test_runtimes_are_found_by_name_or_class() -> None:
+def test_runtimes_are_found_by_name_or_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script_of_mine.py").write_text("raise SystemExit(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
     assert {"local", "docker", "apptainer"} <= set(kinds())
     assert isinstance(make_runtime(spec()), LocalRuntime)
     made = make_runtime(spec(f"{__name__}:Custom"))
@@ -38,6 +40,7 @@ def test_runtimes_are_found_by_name_or_class() -> None:
         ("pathlib:Nothing", "cannot load"),
         ("pathlib:Path", "isn't a Runtime"),
         (":", "cannot load"),
+        ("script_of_mine:Class", "cannot load .*SystemExit"),
     ):
         with pytest.raises(ConfigError, match=text):
             make_runtime(spec(kind))

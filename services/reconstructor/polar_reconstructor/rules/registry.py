@@ -22,19 +22,19 @@ _BUILT_IN: dict[str, type[Rule]] = {
 }  # fmt: skip
 
 
-def rule_named(name: str) -> Rule:
-    """Make the rule. Raises ConfigError if there is none, or it has no `chains`."""
-    made = _BUILT_IN.get(name) or _foreign(name)
+def rule_named(name: str, where: str = "rule") -> Rule:
+    """Make the rule. Raises ConfigError, naming `where`, if there is none, or it has no `chains`."""
+    made = _BUILT_IN.get(name) or _foreign(name, where)
     try:
         rule = made()
-    except Exception as error:
-        raise ConfigError(f"{name} can't be made without arguments: {error!r}", "rule") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{name} can't be made without arguments: {error!r}", where) from error
     if not callable(getattr(rule, "chains", None)):
-        raise ConfigError(f"{name} has no method `chains`", "rule")
+        raise ConfigError(f"{name} has no method `chains`", where)
     return cast(Rule, rule)
 
 
-def _foreign(name: str) -> Any:
+def _foreign(name: str, where: str) -> Any:
     module, colon, attribute = name.partition(":")
     try:
         if colon:
@@ -42,7 +42,7 @@ def _foreign(name: str) -> Any:
         for point in importlib.metadata.entry_points(group=GROUP):
             if point.name == name:
                 return point.load()
-    except Exception as error:
-        # Whatever a module of the user's does when it is imported.
-        raise ConfigError(f"{name} can't be loaded: {error!r}", "rule") from error
-    raise ConfigError(f"no rule of that name: {name!r}; built in: {', '.join(sorted(_BUILT_IN))}", "rule")
+    except (Exception, SystemExit) as error:
+        # Whatever a module of the user's does when it is imported: a script may end itself.
+        raise ConfigError(f"{name} can't be loaded: {error!r}", where) from error
+    raise ConfigError(f"no rule of that name: {name!r}; built in: {', '.join(sorted(_BUILT_IN))}", where)

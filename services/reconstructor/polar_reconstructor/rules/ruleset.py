@@ -1,23 +1,20 @@
 """Rule sets: what decides how completions become traces, with a schema and a content hash.
 
 The hash covers everything but names and places, so that a copy under another name gives the same trace ids. YAML files
-are read with `load`; built-in sets are named by `BUILT_IN`.
+are read by `loading.load`; built-in sets are named by `BUILT_IN`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import orjson
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from polar_common.errors import ConfigError
-from polar_render.vocabulary import Vocabulary
 
-__all__ = ["BUILT_IN", "RuleSet", "load", "parse"]
+__all__ = ["BUILT_IN", "RuleSet", "parse"]
 
 FORMAT = 3
 """Grows when the same settings come to mean other traces."""
@@ -28,7 +25,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 class RuleSet(BaseModel):
     """One rule set. Defaults are those of the built-in sets."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     rule: str = "exact"
@@ -82,16 +79,6 @@ BUILT_IN: dict[str, RuleSet] = {
 }
 
 
-class _Unique(yaml.SafeLoader):
-    """YAML in which a key stands once: of two, one would be dropped in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [str(key.value) for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} stands here twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def parse(value: object, source: str = "rules") -> RuleSet:
     """A rule set from parsed YAML. Raises ConfigError naming the field."""
     if not isinstance(value, dict):
@@ -103,28 +90,3 @@ def parse(value: object, source: str = "rules") -> RuleSet:
         where = ".".join(str(part) for part in first["loc"])
         message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
         raise ConfigError(message, f"{source}: {where}" if where else source) from error
-
-
-def _with_tokenizer(rules: RuleSet, source: str) -> RuleSet:
-    if not rules.tokenizer:
-        return rules
-    found = Vocabulary.load(Path(rules.tokenizer)).fingerprint
-    if rules.tokenizer_hash not in ("", found):
-        raise ConfigError(f"{rules.tokenizer} holds another tokenizer ({found[:12]})", f"{source}: tokenizer_hash")
-    return rules.model_copy(update={"tokenizer_hash": found})
-
-
-def load(name: str) -> RuleSet:
-    """A built-in set by name, or a YAML file by path. Raises ConfigError."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"no rule set and no file of that name; built in: {', '.join(sorted(BUILT_IN))}", name)
-    try:
-        value = yaml.load(path.read_text(), _Unique)
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"not readable as YAML: {error}", name) from error
-    if isinstance(value, dict):
-        value = {"name": path.stem[:64], **value}
-    return _with_tokenizer(parse(value, name), name)
