@@ -80,10 +80,11 @@ def long_session(turns: int, tokens: int, *, index: int = 0, task: str = "bench"
     task = task_id(FIRST_SEGMENT, "bench", task)
     made = LongSession(session_id(task, index))
     common = {"run": "bench", "task": task, "session": made.session, "attempt": 1}
-    each = max(8, (tokens - 2_000) // turns)
+    first = min(2_000, tokens // 2)
+    each = max(8, (tokens - first) // turns)
     start = {"runtime": "local", "isolation": "none", "harness": "pi", "harness_version": "1"}
     made.events.append(SessionInitialized(**common, **start, harness_config_hash="h", init_s=1.0))
-    new = rng.integers(0, VOCABULARY, min(2_000, tokens // 2), dtype=np.int32)
+    new = rng.integers(0, VOCABULARY, first, dtype=np.int32)
     names: list[str] = []
     for turn in range(turns):
         sampled = rng.integers(0, VOCABULARY, each // 2, dtype=np.int32)
