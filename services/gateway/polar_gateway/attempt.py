@@ -10,7 +10,9 @@ A handler that is cancelled (its lease is lost, or the process ends at once) sto
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -49,6 +51,7 @@ __all__ = ["Attempt", "about"]
 _TAIL = 4000
 _KILL_S = 30.0
 _COLLECT_S, _COLLECT_LEAST_S = 60.0, 5.0
+_HURRY_S = 5.0
 _log = structlog.get_logger(__name__)
 
 
@@ -197,7 +200,8 @@ class Attempt:
 
     async def _postrun(self, place: Place, ending: Ending) -> None:
         began = time.monotonic()
-        await place.move(self._house.pools.postrun)
+        # Who is cancelled doesn't wait for others' artifacts.
+        await self._hurried(place.move(self._house.pools.postrun), math.inf)
         found, ending = await self._collected(ending)
         stopping = time.monotonic()
         stats = await self._stop()
@@ -236,29 +240,41 @@ class Attempt:
             bypass=bypass,
         )
 
+    async def _hurried(self, work: Coroutine[Any, Any, None], until: float) -> Interrupt | None:
+        """None when it is over, else `timeout`, or `cancelled` some seconds after a cancel. Raises _GaveUp so long
+        after a drain."""
+        try:
+            await self._interrupts.within(work, until, f"postrun:{self.label}", grace=_HURRY_S)
+        except Interrupted as interrupted:
+            if interrupted.why in ("drained", "lost"):
+                await self._lose()
+            return interrupted.why
+        return None
+
     async def _collected(self, ending: Ending) -> tuple[Artifacts, Ending]:
         runtime, found = self._preparation.runtime, Artifacts()
         if runtime is None:
             return found, ending
         left = self._house.clock.monotonic(self.deadlines.attempt) - time.monotonic()
         limit = max(_COLLECT_LEAST_S, min(_COLLECT_S, left))
+        work = collect(
+            found,
+            runtime,
+            self._house.blobs,
+            key=self._key,
+            log=self._output.read(),
+            answer=self._end.result.stdout if self._end and self._end.result else b"",
+            files=self._queued.spec.artifacts,
+            files_bytes=self._house.settings.gateway_files_mb << 20,
+            started=self._end is not None,
+        )
         try:
-            async with asyncio.timeout(limit):
-                await collect(
-                    found,
-                    runtime,
-                    self._house.blobs,
-                    key=self._key,
-                    log=self._output.read(),
-                    answer=self._end.result.stdout if self._end and self._end.result else b"",
-                    files=self._queued.spec.artifacts,
-                    files_bytes=self._house.settings.gateway_files_mb << 20,
-                    started=self._end is not None,
-                )
-        except TimeoutError:
-            found.trouble, found.exhausted = f"collecting took more than {limit:.0f} s", "disk"
+            why = await self._hurried(work, time.monotonic() + limit)
         except Unavailable as error:
             return found, replace(ending, fault="infra", cause=error.cause, detail=str(error))
+        if why == "timeout":
+            found.trouble, found.exhausted = f"collecting took more than {limit:.0f} s", "disk"
+        ending = replace(ending, cancelled=ending.cancelled or why == "cancelled")
         if found.trouble and ending.fault == "none" and not ending.cancelled:
             cause = "resource_exhausted" if found.exhausted else "environment_broken"
             ending = replace(ending, fault="agent", cause=cause, detail=found.trouble)

@@ -54,12 +54,17 @@ class Interrupts:
             return None
         return self._why if self._came.done() else "timeout"
 
-    async def within(self, work: Coroutine[Any, Any, T], until: float, name: str) -> T:
-        """`work`'s result or error. Raises Interrupted, with `work` cancelled and ended, if something comes first."""
+    async def within(self, work: Coroutine[Any, Any, T], until: float, name: str, *, grace: float = 0.0) -> T:
+        """`work`'s result or error. Raises Interrupted, with `work` cancelled and ended, if something comes first.
+
+        What comes from outside lets it go on for `grace` seconds more.
+        """
         task = spawn(_outcome(work), name=name)
         why: Interrupt | None = "timeout"
         try:
             why = await self.first(task, until)
+            if why not in (None, "timeout") and grace:
+                await asyncio.wait({task}, timeout=grace)
         finally:
             await cancel_and_wait(task)
         if task.cancelled():
