@@ -14,7 +14,19 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-NAMES = ("proxy", "memory", "exact", "log", "reconstruct", "staging", "fidelity", "chaos")
+NAMES = (
+    "proxy",
+    "memory",
+    "exact",
+    "log",
+    "reconstruct",
+    "staging",
+    "fidelity",
+    "analytics",
+    "stream",
+    "ablation",
+    "chaos",
+)
 NUMBERS = Path(__file__).parent.parent / "docs/numbers.md"
 MARK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
 

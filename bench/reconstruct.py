@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import orjson
 import uvloop
-from nats.js.api import AckPolicy, ConsumerConfig
 
 from bench.load import Result, arguments, median, report
 from bench.session import END, LongSession, long_session
+from bench.stored import fetched, stored_log
 from polar_common.bus import Bus, Stored, scan
 from polar_common.ids import FIRST_SEGMENT
-from polar_common.nats_server import NatsConfig, NatsServer, free_port
 from polar_common.packing import Column, unpack
-from polar_common.topology import Topology, apply, events_stream
+from polar_common.topology import events_stream
 from polar_reconstructor.build import Built, build_session, prepare
 from polar_reconstructor.domain import select
 from polar_reconstructor.origins import Log
@@ -126,32 +123,10 @@ def peak_mb(session: LongSession, blobs: Mapping[str, bytes]) -> float:
 
 
 async def replaying(sessions: int, turns: int, tokens: int, processes: int) -> list[Result]:
-    with tempfile.TemporaryDirectory(prefix="polar-bench-") as directory:
-        server = NatsServer(NatsConfig(data=Path(directory) / "js", port=free_port(), name="bench", sync="2m"))
-        server.start()
-        try:
-            bus = await Bus.connect(server.url, "bench")
-            await apply(bus.js, Topology())
-            made = [long_session(turns, tokens, index=n) for n in range(sessions)]
-            for start in range(0, sessions, 32):
-                await asyncio.gather(*(s.publish(bus) for s in made[start : start + 32]))
-            await bus.close()
-            # Written without syncing every message, measured with the house's default.
-            server.stop("term")
-            server.config = NatsConfig(data=server.config.data, port=server.config.port, name="bench")
-            server.start()
-            bus = await Bus.connect(server.url, "bench")
-            try:
-                return await measured(
-                    bus,
-                    server.url,
-                    processes,
-                    f"{processes} processes, {sessions} sessions of {turns} turns, {tokens:,} tokens",
-                )
-            finally:
-                await bus.close()
-        finally:
-            server.stop("kill")
+    made = [long_session(turns, tokens, index=n) for n in range(sessions)]
+    async with stored_log(made) as bus:
+        note = f"{processes} processes, {sessions} sessions of {turns} turns, {tokens:,} tokens"
+        return await measured(bus, str(bus.nc.connected_url.geturl()), processes, note)
 
 
 async def measured(bus: Bus, url: str, processes: int, note: str) -> list[Result]:
@@ -163,7 +138,7 @@ async def measured(bus: Bus, url: str, processes: int, note: str) -> list[Result
             count += 1
         rates.append(count / (time.perf_counter() - begun))
         costs.append((time.process_time() - cpu) / count * 1e6)
-    read, fetched = max(rates), max([await _fetched(bus, stream) for _ in range(3)])
+    read, fetched = max(rates), max([await fetched(bus, stream, "polar.events.>") for _ in range(3)])
     cpu = time.process_time()
     alone = await Replay(bus, "bench", EXACT, Log(bus, FIRST_SEGMENT), dry=True).run()
     cost = (time.process_time() - cpu) / alone.messages * 1e6
@@ -177,19 +152,6 @@ async def measured(bus: Bus, url: str, processes: int, note: str) -> list[Result
         Result("replay_nats_py_ratio", dry, "messages/s", fetched, dry / fetched, "against nats-py's pull and fetch"),
         Result("replay_published_ratio", whole, "messages/s", read, whole / read, f"each message synced; {note}"),
     ]
-
-
-async def _fetched(bus: Bus, stream: str) -> float:
-    """Messages a second, read as nats-py's own manual does it."""
-    config = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, filter_subject="polar.events.>")
-    info = await bus.js.add_consumer(stream, config)
-    sub = await bus.js.pull_subscribe_bind(info.name, stream)
-    begun, count = time.perf_counter(), 0
-    while count < (info.num_pending or 0):
-        count += len(await sub.fetch(512, timeout=10))
-    took = time.perf_counter() - begun
-    await sub.unsubscribe()
-    return count / took
 
 
 async def _replayed(bus: Bus, url: str, processes: int, *, dry: bool) -> float:
