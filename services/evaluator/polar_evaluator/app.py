@@ -11,10 +11,12 @@ from polar_common.bus import Bus, Worker
 from polar_common.errors import ConfigError, PolarError
 from polar_common.ids import segment_of
 from polar_common.service import Service
+from polar_common.session_state import fold
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import Topology, consumers
 from polar_runtime import reap
 
+from .domain import moot
 from .handlers import LIVE, Evaluations
 from .settings import EvaluatorSettings
 
@@ -80,7 +82,7 @@ class EvaluatorService:
 
 
 async def is_live(bus: Bus, evaluations: Evaluations, label: str) -> bool:
-    """In doubt it lives: evaluators of one host see each other's copies. One whose evaluation is done is dead."""
+    """In doubt it lives: evaluators of one host see each other's copies, also those made ahead for what still runs."""
     session, _, rest = label.partition(".")
     attempt, _, _ = rest.partition(".")
     if label in evaluations.copies.live or not attempt.isdigit():
@@ -89,7 +91,12 @@ async def is_live(bus: Bus, evaluations: Evaluations, label: str) -> bool:
         segment_of(session)
     except ConfigError:
         return True
-    return await bus.last(subjects.evaluation(session, int(attempt), LIVE, "evaluated")) is None
+    if await bus.last(subjects.evaluation(session, int(attempt), LIVE, "evaluated")) is not None:
+        return False
+    newest = await bus.last(subjects.session_filter(session))
+    at_least = newest.sequence if newest else 0
+    stored = await bus.read_session(session, completions=False, at_least=at_least)
+    return not moot(fold(session, stored), int(attempt))
 
 
 def run(argv: list[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from polar_common.session_state import SessionState
 
 from .evaluators.base import Verdict
 
-__all__ = ["outcome_of", "reward_of", "unusable", "wanted"]
+__all__ = ["moot", "outcome_of", "reward_of", "unusable", "wanted"]
 
 
 def wanted(state: SessionState, attempt: int) -> bool:
@@ -24,6 +24,16 @@ def wanted(state: SessionState, attempt: int) -> bool:
         return False
     exited = current.exited
     return exited is not None and exited.fault in ("none", "agent") and not exited.cancelled
+
+
+def moot(state: SessionState, attempt: int) -> bool:
+    """Whether nobody will evaluate an attempt any more, evaluated or not."""
+    current = state.attempts.get(attempt)
+    if current is None:
+        return False
+    if current.exited is None:
+        return state.terminal or max(state.attempts) > attempt or current.lost is not None
+    return not wanted(state, attempt)
 
 
 def unusable(verdict: object) -> str:
