@@ -180,7 +180,8 @@ class TraceStream:
     async def demand(self, groups: int, staleness: int) -> None:
         """Tell admission how many groups are wanted in flight, and how many versions they may lag behind.
 
-        It counts until the next one. When all that came was dropped the stream states it again by itself. Raises
+        It counts until the next one, where ingest obeys demand. Nothing is opened while all engines lag further behind
+        what was published. When all that came was dropped the stream states it again by itself. Raises
         ConfigError for less than none.
         """
         if groups < 0 or staleness < 0:

@@ -13,7 +13,7 @@ from ingest_fakes import Edge, FakeHouse, Play, jitter, start_edge, task, until
 
 from polar_common import subjects
 from polar_common.bus import Bus
-from polar_common.events import GroupClosed, SessionFailed, TrainerDemanded
+from polar_common.events import GroupClosed, PolicyActivated, PolicyPublished, SessionFailed, TrainerDemanded
 from polar_common.nats_server import NatsServer
 from polar_common.topology import events_stream
 from polar_ingest.domain import CloseGroup, Queue
@@ -292,4 +292,11 @@ async def test_release_obeys_demand(nats_server: NatsServer, bus: Bus) -> None:
             await until(lambda number=number: closed(bus, 2 * (number + 1)))
             await asyncio.sleep(0.2)
             assert len(await groups(bus)) == 2 * (number + 1)
+        # The engines lag two versions behind, which is one too many.
+        await bus.once(PolicyPublished(segment="s1", version="v2", policy_seq=2, model="m", weights="/w", trainer="t"))
+        await bus.once(TrainerDemanded(segment="s1", trainer="t", epoch=0, number=2, groups=2, staleness=1))
+        await asyncio.sleep(0.5)
+        assert len(await groups(bus)) == 4
+        await bus.once(PolicyActivated(segment="s1", version="v2", policy_seq=2, replica="r0"))
+        await until(lambda: closed(bus, 5))
     await edge.kill()

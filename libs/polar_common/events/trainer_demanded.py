@@ -18,7 +18,7 @@ class TrainerDemanded(Event):
     groups: int
     """Groups wanted in flight."""
     staleness: int
-    """Versions a trace may lag behind when it is consumed."""
+    """Versions a trace may lag behind when it is consumed: nothing opens while engines lag further behind already."""
 
     def subject(self) -> str:
         return subjects.trainer(self.segment, self.trainer, self.epoch, self.number, "demanded")

@@ -71,8 +71,8 @@ class Scheduler:
         self._clock = LogClock()
         self._bus = bus
         self._stream = events_stream(settings.segment)
-        demand = (f"polar.events.{settings.segment}.trainer.>",) if settings.ingest_obey_demand else ()
-        self._filters = (*LIFECYCLE, *demand)
+        demand = tuple(f"polar.events.{settings.segment}.{of}.>" for of in ("trainer", "policy"))
+        self._filters = (*LIFECYCLE, *demand) if settings.ingest_obey_demand else LIFECYCLE
         self._build = settings.build
         self._caught_up = asyncio.Event()
         self._heard = 0.0

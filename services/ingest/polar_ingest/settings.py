@@ -37,7 +37,8 @@ class IngestSettings(HouseSettings):
     ingest_evaluation_patience_s: Seconds = 1800.0
     """After artifacts and the evaluator's own timeout, before a session is closed without an evaluation."""
     ingest_obey_demand: bool = False
-    """Open new groups only while fewer are in flight than trainers have asked for."""
+    """Open new groups only while fewer are in flight than trainers have asked for, and none while engines lag further
+    behind a trainer's newest weights than it bears."""
     ingest_callback_for_s: Seconds = 600.0
     """How long a callback is tried before it goes to the dead letter."""
     ingest_callback_timeout_s: Annotated[float, Field(gt=0)] = 10.0

@@ -18,6 +18,8 @@ from polar_common.events import (
     EvaluationEvaluated,
     Event,
     GroupClosed,
+    PolicyActivated,
+    PolicyPublished,
     SessionAccepted,
     SessionCancelled,
     SessionCancelRequested,
@@ -93,7 +95,7 @@ class World:
                     self._build(message, parts)
                 case "group":
                     self._group(message)
-                case "trainer" if self.demand:
+                case "trainer" | "policy" if self.demand:
                     self._trainer(message)
         except FromTheFuture:
             if (session := self.sessions.get(parts[5 if parts[3] == "build" else 4])) is not None:
@@ -293,9 +295,13 @@ class World:
     def _trainer(self, message: Message) -> None:
         event = message.event
         if isinstance(event, TrainerDemanded):
-            self.demands.demanded(event.trainer, event.run, event.groups)
+            self.demands.demanded(event.trainer, event.run, event.groups, event.staleness)
         elif isinstance(event, TrainerConsumed):
             self.demands.consumed(event.groups)
+        elif isinstance(event, PolicyPublished):
+            self.demands.published(event.trainer, event.version, event.policy_seq)
+        elif isinstance(event, PolicyActivated):
+            self.demands.activated(event.version, event.policy_seq)
 
     def _forget(self, task: Task) -> None:
         """Drop a task of which nothing more is to be decided."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ingest_log import MemoryLog
 
-from polar_common.events import TrainerConsumed, TrainerDemanded
+from polar_common.events import PolicyActivated, PolicyPublished, TrainerConsumed, TrainerDemanded
 from polar_ingest.domain import Rules, release
 from polar_ingest.fairness import FairQueue, weight
 
@@ -149,8 +149,12 @@ def test_full_postrun_stops_release_and_infra_faults_dont_count() -> None:
     assert len(released(log)) == 2
 
 
-def demand(log: MemoryLog, number: int, groups: int, trainer: str = "t", run: str = "") -> None:
-    log.put(TrainerDemanded(segment="s1", run=run, trainer=trainer, epoch=0, number=number, groups=groups, staleness=1))
+def demand(log: MemoryLog, number: int, groups: int, trainer: str = "t", run: str = "", staleness: int = 1) -> None:
+    log.put(
+        TrainerDemanded(
+            segment="s1", run=run, trainer=trainer, epoch=0, number=number, groups=groups, staleness=staleness
+        )
+    )
 
 
 def finish(log: MemoryLog, task_id: str) -> None:
@@ -224,6 +228,53 @@ def test_a_trainer_of_all_runs_shares_what_it_wants() -> None:
     demand(log, 0, 3, trainer="a", run="a")
     demand(log, 0, 2, trainer="all")
     assert len(released(log)) == 5
+
+
+def publish(log: MemoryLog, number: int, trainer: str = "t") -> None:
+    version = f"{trainer}-{number}"
+    log.put(PolicyPublished(segment="s1", version=version, policy_seq=number, model="m", weights="w", trainer=trainer))
+
+
+def activate(log: MemoryLog, number: int, trainer: str = "t", replica: str = "r0") -> None:
+    log.put(PolicyActivated(segment="s1", version=f"{trainer}-{number}", policy_seq=number, replica=replica))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_nothing_opens_while_the_engines_lag_further_behind_than_a_trainer_bears(staleness: int) -> None:
+    """What opened then would be too old from its first token on. One engine that keeps up is enough."""
+    log = MemoryLog(Rules(obey_demand=True))
+    for i in range(9):
+        log.accept(f"t{i}", samples=2)
+    demand(log, 0, 1, staleness=staleness)
+    for number in range(1, staleness + 1):
+        publish(log, number)
+    assert len(released(log)) == 2
+    demand(log, 1, 2, staleness=staleness)
+    publish(log, staleness + 1)
+    assert released(log) == []
+    activate(log, 1)
+    assert len(released(log)) == 2
+    publish(log, staleness + 2)
+    activate(log, 1, replica="r1")
+    demand(log, 2, 3, staleness=staleness)
+    assert released(log) == []
+    demand(log, 3, 3, staleness=staleness + 1)
+    assert len(released(log)) == 2
+
+
+def test_engines_that_lag_behind_one_trainer_hold_up_no_other_and_no_group_that_is_open() -> None:
+    log = MemoryLog(Rules(obey_demand=True, release_ahead=3))
+    big, *_ = [log.accept(f"t{i}", run="a", samples=5) for i in range(2)]
+    demand(log, 0, 1, trainer="a", run="a")
+    for session in released(log):
+        log.claim(log.world.sessions[session])
+    publish(log, 5, trainer="a")
+    assert {log.world.sessions[s].task for s in released(log)} == {big.id}
+    demand(log, 1, 9, trainer="a", run="a")
+    other = log.accept("other", run="b")
+    demand(log, 0, 1, trainer="b", run="b")
+    activate(log, 5, trainer="nobody")
+    assert released(log) == list(other.sessions)
 
 
 @pytest.mark.parametrize("obey", [False, True])
