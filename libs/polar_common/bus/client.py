@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import nats.errors
 import orjson
@@ -20,6 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import StoreCompression
+from nats.protocol.parser import PERMISSIONS_ERR
 
 from polar_common import subjects
 from polar_common.connection import connection
@@ -50,6 +51,7 @@ _TRIES = 8
 _READS = 20
 _TIMEOUT_S = 5.0
 _log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Bus:
         self._acks = Acks(nc)
         self._as_it_is: dict[str, bool] = {}
         """Stream of events → whether its bodies needn't be compressed: the server does."""
+        self._denied: asyncio.Future[str] | None = None
+        """What the server forbade this user, once it has: it answers no request that it forbids."""
 
     @classmethod
     async def connect(cls, url: str, producer: str, *, user: str = "", password: str = "", wait_s: float = 30.0) -> Bus:
@@ -86,11 +90,14 @@ class Bus:
         """
         where = connection(url, user, password)
         refused = asyncio.Event()
+        denied: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def on_error(error: Exception) -> None:
             _log.warning("nats", error=repr(error), producer=producer)
             if "authorization" in str(error).lower():
                 refused.set()
+            if PERMISSIONS_ERR in str(error) and not denied.done():
+                denied.set_result(str(error).removeprefix("nats: "))
 
         nc = Client()
         options: dict[str, Any] = {
@@ -108,7 +115,9 @@ class Bus:
         await asyncio.wait({connecting, refusing}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         if connecting.done() and connecting.exception() is None:
             await cancel_and_wait(refusing)
-            return cls(nc, producer)
+            made = cls(nc, producer)
+            made._denied = denied
+            return made
         await cancel_and_wait(connecting, refusing)
         await nc.close()
         if refused.is_set():
@@ -123,6 +132,26 @@ class Bus:
             except nats.errors.Error as error:
                 _log.warning("flush before closing failed", error=repr(error))
         await self.nc.close()
+
+    async def allowed(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the work gives. Raises ConfigError as soon as the server forbids any of it to this user."""
+        task, denied = asyncio.current_task(), self._denied
+        if task is None or denied is None:
+            return await work
+
+        def end(_: asyncio.Future[str]) -> None:
+            task.cancel()
+
+        denied.add_done_callback(end)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not denied.done():
+                raise
+            task.uncancel()
+            raise ConfigError(f"the log forbids it to this user: {denied.result()}", "nats_user") from None
+        finally:
+            denied.remove_done_callback(end)
 
     # -- publishing
 

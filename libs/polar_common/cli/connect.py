@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import uvloop
 
 from polar_common.bus import Bus
 from polar_common.errors import ConfigError
@@ -14,22 +15,28 @@ from polar_common.permissions import TOOLS
 
 from .house import _DATA
 
-__all__ = ["with_bus"]
+__all__ = ["log_url", "with_bus"]
 
 T = TypeVar("T")
 
 
-def with_bus(data: Path, work: Callable[[Bus], Awaitable[T]], user: str = TOOLS) -> T:
-    """Connect, work, disconnect. Raises ConfigError if no log is to be found."""
+def log_url(data: Path | None, user: str = TOOLS) -> str:
+    """The log's address with who connects. Raises ConfigError if no log is to be found."""
     url = find_house(data if data != _DATA else None, user).nats
     if not url:
         raise ConfigError("a remote house's log is reached by POLAR_NATS", "nats")
+    return url
+
+
+def with_bus(data: Path | None, work: Callable[[Bus], Coroutine[Any, Any, T]], user: str = TOOLS) -> T:
+    """Connect, work, disconnect. Raises ConfigError if no log is to be found, or it forbids the work to this user."""
+    url = log_url(data, user)
 
     async def run() -> T:
         bus = await Bus.connect(url, "cli", wait_s=5.0)
         try:
-            return await work(bus)
+            return await bus.allowed(work(bus))
         finally:
             await bus.close()
 
-    return asyncio.run(run())
+    return uvloop.run(run())

@@ -129,7 +129,7 @@ async def drop(bus: Bus, build: str) -> int:
     try:
         answer = orjson.loads((await bus.nc.request(f"$JS.API.STREAM.PURGE.{TRACES}", body, timeout=30)).data)
     except (TimeoutError, nats.errors.Error) as error:
-        raise Unavailable(f"{TRACES} isn't purged: no answer, or not the topology user ({error!r})") from error
+        raise Unavailable(f"{TRACES} isn't purged: no answer ({error!r})") from error
     if "error" in answer:
         raise Unavailable(f"{TRACES} isn't purged: {answer['error'].get('description')}")
     purged = int(answer["purged"])

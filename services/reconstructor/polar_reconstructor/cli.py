@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
-import uvloop
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from polar_common.bus import Bus
+from polar_common.cli.connect import log_url, with_bus
 from polar_common.cli.output import console, emit, table, warn
 from polar_common.errors import ConfigError
 from polar_common.exclusions import meaning
-from polar_common.house import find_house
-from polar_common.permissions import ADMIN, TOOLS
+from polar_common.permissions import ADMIN
 from polar_common.settings import cache_dir
 from polar_render.vocabulary import Vocabulary
 
@@ -35,7 +33,6 @@ from .untrained import Untrained, find_untrained
 
 __all__ = ["build", "export", "replay", "trace"]
 
-T = TypeVar("T")
 DataOption = Annotated[Path | None, typer.Option("--data", help="The house's directory; by default $POLAR_DATA.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 BuildName = Annotated[str, typer.Argument(help="A build of `polar build list`.")]
@@ -46,27 +43,6 @@ trace = typer.Typer(help="Traces: what a trainer gets.", no_args_is_help=True)
 
 _LONG_LOG, _MOST_PROCESSES = 20_000, 4
 _COLOURS = {"prompt": "dim", "context": "cyan", "sampled": "bold green", "masked": "yellow"}
-
-
-def _where(data: Path | None, user: str = TOOLS) -> str:
-    """The log's address with who connects: `POLAR_NATS` and its user, else what the house file says."""
-    url = find_house(data, user).nats
-    if not url:
-        raise ConfigError("a remote house's log is reached by POLAR_NATS", "nats")
-    return url
-
-
-def _with_bus(data: Path | None, work: Callable[[Bus], Awaitable[T]], user: str = TOOLS) -> T:
-    """Connect to the house's log and work."""
-
-    async def run() -> T:
-        bus = await Bus.connect(_where(data, user), "cli", wait_s=5.0)
-        try:
-            return await work(bus)
-        finally:
-            await bus.close()
-
-    return uvloop.run(run())
 
 
 def _time(text: str, option: str) -> datetime | None:
@@ -125,7 +101,7 @@ def replay(
         async def work(bus: Bus) -> Report:
             origin = stored or Log(bus, settings.segment)
             count = await _processes(origin) if processes is None else processes
-            url = _where(data)
+            url = log_url(data)
             builders = Processes(url, name, rule_set, count, dry=dry_run, archive=archive) if count else None
             try:
                 options: dict[str, Any] = {"rate": rate, "budget": settings.reconstructor_build_bytes}
@@ -136,7 +112,7 @@ def replay(
                 if builders is not None:
                     builders.close()
 
-        report = _with_bus(data, work)
+        report = with_bus(data, work)
     facts = {"build": name, "rules": rule_set.name, "rules_hash": report.rules_hash, "messages": report.messages}
     counted = ("reconstructed", "failed", "newer", "there", "open")
     facts |= {k: report.results[k] for k in counted} | {"groups": report.groups}
@@ -189,7 +165,7 @@ def build_list(data: DataOption = None, json: JsonOption = False) -> None:
 
     Example: polar build list
     """
-    found = _with_bus(data, summaries)
+    found = with_bus(data, summaries)
     _print("", [_summary(s) for s in found], json)
 
 
@@ -199,7 +175,7 @@ def build_show(name: BuildName, data: DataOption = None, json: JsonOption = Fals
 
     Example: polar build show live
     """
-    found = _with_bus(data, lambda bus: summaries(bus, name))
+    found = with_bus(data, lambda bus: summaries(bus, name))
     if not found:
         raise ConfigError("there is no build of that name", name)
     one = found[0]
@@ -229,7 +205,7 @@ def build_drop(name: BuildName, data: DataOption = None, json: JsonOption = Fals
 
     Example: polar build drop merged
     """
-    purged = _with_bus(data, lambda bus: drop(bus, name), ADMIN)
+    purged = with_bus(data, lambda bus: drop(bus, name), ADMIN)
     _print("", [{"build": name, "messages": purged}], json)
 
 
@@ -239,7 +215,7 @@ def build_diff(before: BuildName, after: BuildName, data: DataOption = None, jso
 
     Example: polar build diff live merged
     """
-    found = _with_bus(data, lambda bus: diff(bus, before, after))
+    found = with_bus(data, lambda bus: diff(bus, before, after))
     if json:
         emit(_difference(found))
         return
@@ -300,7 +276,7 @@ def trace_show(
                 raise
             return trained, untrained
 
-    found, excluded = _with_bus(data, work)
+    found, excluded = with_bus(data, work)
     for left in excluded:
         _show_untrained(left, build_name, tokenizer, json)
     for one in found:
@@ -387,7 +363,7 @@ def export(
         members = await closed_members(bus, build_name, run or None)
         return await write(path, build_traces(bus, build_name, run or None), members)
 
-    count = _with_bus(data, work)
+    count = with_bus(data, work)
     if not count:
         warn(f"build {build_name} has no traces" + (f" of run {run}" if run else ""))
     _print("", [{"file": str(path), "build": build_name, "traces": count}], json)

@@ -1,0 +1,66 @@
+"""Commands of a user who lacks the rights for them: they say so at once, and not after waiting for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from log_kit import lived
+from tests.conftest import own_nats
+
+from polar_common.bus import Bus
+from polar_common.connection import with_user
+from polar_common.nats_server import NatsServer
+from polar_common.permissions import ADMIN, TOOLS, USERS, authorization, users
+from polar_common.topology import Topology, apply
+
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
+PASSWORDS = {user: f"pw-{user}" for user in USERS}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[NatsServer]:
+    """A log with users, in which a few sessions lived."""
+    with own_nats(authorization=authorization(users(Topology()), PASSWORDS)) as server:
+        asyncio.run(_lived(server))
+        yield server
+
+
+async def _lived(server: NatsServer) -> None:
+    bus = await Bus.connect(with_user(server.url, ADMIN, PASSWORDS[ADMIN]), "test/admin")
+    await apply(bus.js, Topology())
+    await lived(bus, 1)
+    await bus.close()
+
+
+def said(server: NatsServer, user: str, *arguments: str, code: int) -> tuple[str, float]:
+    """Standard error, on one line, and the seconds that the command took."""
+    argv = [sys.executable, "-m", "polar_common.cli", *arguments]
+    env = os.environ | {"POLAR_NATS": server.url, "POLAR_NATS_USER": user, "POLAR_NATS_PASSWORD": PASSWORDS[user]}
+    began = time.monotonic()
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=100, check=False)
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return " ".join(done.stderr.split()), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("build drop live", "$js.api.stream.purge.polar_traces"),
+        ("log roll", "$js.api.stream.info.polar_events_s2"),
+    ],
+)
+def test_who_may_not_is_told_at_once(guarded: NatsServer, command: str, what: str) -> None:
+    plain = said(guarded, TOOLS, "build", "list", code=0)[1]
+    text, seconds = said(guarded, TOOLS, *command.split(), code=2)
+    assert "nats_user: the log forbids it to this user: " in text and what in text and "Traceback" not in text
+    assert seconds < plain + 4, "that is less than any request waits for"
+
+
+def test_who_may_is_not_hindered(guarded: NatsServer) -> None:
+    assert "forbids" not in said(guarded, ADMIN, "build", "drop", "nothing", code=2)[0]
