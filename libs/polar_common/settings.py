@@ -67,7 +67,7 @@ class _Cache(BaseSettings):
 
 def cache_dir() -> Path:
     """Where models and harness toolchains are kept: `$POLAR_CACHE`, else `~/.cache/polar`."""
-    return _Cache().cache
+    return _Cache().cache.expanduser().absolute()
 
 
 def inherited_environment() -> dict[str, str]:

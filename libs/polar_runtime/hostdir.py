@@ -150,13 +150,14 @@ class HostDirRuntime(Runtime):
             path.mkdir()
         self._prepare_enclosure()
         found = cgroup.find() if self.spec.options.get("cgroup") != "off" else None
-        if found is not None:
-            group = cgroup.Cgroup(found, self.spec.host_name)
-            with contextlib.suppress(OSError):
+        group = None if found is None else cgroup.Cgroup(found, self.spec.host_name)
+        self._ledger.write(self.spec.label, self.kind, groups=[str(p) for p in group.paths.values()] if group else [])
+        if group is not None:
+            try:
                 group.create(self.spec.limits.memory_mb, self.spec.limits.pids, self.spec.limits.cpus)
                 self._group = group
-        groups = [] if self._group is None else list(self._group.paths.values())
-        self._ledger.write(self.spec.label, self.kind, groups=[str(p) for p in groups])
+            except OSError:
+                group.remove()
 
     async def exec(
         self,

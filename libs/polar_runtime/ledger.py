@@ -40,6 +40,7 @@ class Ledger:
         own = procs.ProcessId.of(os.getpid())
         owner = {
             "label": label,
+            "root": str(self.base.parent),
             "kind": kind,
             "pid": os.getpid(),
             "started": own.started if own else 0,
@@ -113,15 +114,17 @@ async def reap(root: Path, is_live: Callable[[str], Awaitable[bool]]) -> list[st
 def _reap_one(base: Path) -> None:
     ledger = Ledger(base)
     owner = ledger.owner()
+    # Names are made of where it was then: the house may have moved, or be called by another path now.
+    root = Path(str(owner.get("root") or base.parent))
     if owner.get("kind") == "docker":
         # Imported only where there is something to remove: the SDK takes a quarter of a second to load.
         from polar_runtime.docker_api import daemon, removal
 
-        daemon(str(owner.get("docker_host", ""))).call_here(removal(base.name, base.parent))
+        daemon(str(owner.get("docker_host", ""))).call_here(removal(base.name, root))
     if owner.get("boot") == procs.boot_id():
         for process in ledger.processes():
             procs.kill_tree(process)
-        name = host_name(base.parent, base.name)
+        name = host_name(root, base.name)
         kill_named(name)
         groups = owner.get("groups")
         paths = [Path(p) for p in groups if isinstance(p, str)] if isinstance(groups, list) else []

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polar_common.errors import RuntimeUnavailable
+from polar_common.settings import cache_dir
 from polar_runtime.base import Mount
 from polar_runtime.beneath import remove_tree
 
 __all__ = ["PortablePython", "portable_python"]
 
 _INSIDE = "/polar/python"
-_CACHE = Path("~/.cache/polar/python")
 _HERE = Path(__file__).parent
 _MODULES = ("_socket", "select", "resource", "_struct", "zlib", "fcntl", "array", "math", "grp")
 
@@ -46,7 +46,7 @@ def portable_python() -> PortablePython:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     libraries, loader = _libraries(executable, version)
     digest = hashlib.sha256(f"{executable} {sys.version} {libraries}".encode()).hexdigest()[:12]
-    place = _CACHE.expanduser() / f"{version}-{digest}"
+    place = cache_dir() / "python" / f"{version}-{digest}"
     if not place.exists():
         _build(place, executable, libraries, version)
     argv = (f"{_INSIDE}/lib/{Path(loader).name}", "--library-path", f"{_INSIDE}/lib", f"{_INSIDE}/bin/{version}")

@@ -102,6 +102,16 @@ async def test_another_houses_attempt_of_the_same_name_is_left_alone(
         await task
 
 
+async def test_leftovers_of_a_house_that_has_moved_are_found(tmp_path: Path) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    killed_gateway(before, kind="local", label="s.1", isolation="none")
+    groups = json.loads((before / "s.1" / "owner.json").read_text())["groups"]
+    before.rename(now)
+    assert await reap(now, dead) == ["s.1"]
+    assert await soon(lambda: procs.labelled(f"POLAR_ATTEMPT={host_name(before, 's.1')}".encode()) == [])
+    assert not [path for path in groups if Path(path).exists()]
+
+
 @pytest.mark.parametrize(("earlier", "boot"), [(1, ""), (0, "another boot")])
 async def test_a_reused_pid_is_left_alone(tmp_path: Path, earlier: int, boot: str) -> None:
     bystander = subprocess.Popen(["sleep", "100"])
@@ -186,6 +196,16 @@ async def test_a_killed_gateways_container_is_reaped(docker_host: str, tmp_path:
         assert await reap(tmp_path, lambda label: dead(label) if label == "s.1" else alive(label)) == ["s.1"]
         assert runtime_docker.containers(docker_host, tmp_path) == []
         assert (await sh(bystander, "echo fine")).stdout == b"fine\n"
+
+
+@pytest.mark.docker
+async def test_containers_of_a_house_that_has_moved_are_found(docker_host: str, tmp_path: Path) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    image = runtime_docker.busybox_image(docker_host)
+    killed_gateway(before, kind="docker", label="s.1", image=image, options={"docker_host": docker_host})
+    before.rename(now)
+    assert await reap(now, dead) == ["s.1"]
+    assert runtime_docker.containers(docker_host, before) == []
 
 
 @pytest.mark.docker

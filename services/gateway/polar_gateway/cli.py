@@ -11,7 +11,6 @@ import typer
 from polar_common.cli.output import console, emit, table
 from polar_common.cli.waiting import Interrupted, interruptible
 from polar_common.errors import ConfigError
-from polar_common.settings import cache_dir
 from polar_gateway.harnesses import registry, toolchain
 from polar_gateway.harnesses.base import Harness
 from polar_gateway.smoke import house_of, jobs_of, tried
@@ -50,8 +49,8 @@ def _row(harness: Harness) -> dict[str, Any]:
         "version": harness.version,
         "apis": list(harness.apis),
         "kind": kind,
-        "installed": toolchain.installed(harness.name, cache_dir() / "harness") if kind != "none" else [],
-        "path": str(toolchain.path_of(harness, cache_dir() / "harness")) if kind != "none" else "",
+        "installed": toolchain.installed(harness.name) if kind != "none" else [],
+        "path": str(toolchain.path_of(harness)) if kind != "none" else "",
     }
 
 
@@ -63,7 +62,7 @@ def install(names: Names, json: JsonOption = False) -> None:
     """
     for harness in [registry.find(name) for name in names]:
         began = time.monotonic()
-        path = toolchain.ensure(harness, cache_dir() / "harness")
+        path = toolchain.ensure(harness)
         told = {"name": harness.name, "version": harness.version, "path": str(path or "")}
         told["s"] = f"{time.monotonic() - began:.1f}"
         if json:
@@ -90,7 +89,7 @@ def try_out(
     harness = registry.find(name)
     if not jobs_of(name, harness):
         raise ConfigError(f"{harness.name} has no job of its own: give it a task", "name")
-    toolchain.ensure(harness, cache_dir() / "harness")
+    toolchain.ensure(harness)
     try:
         with interruptible(), house_of(data) as (house, temporary):
             if temporary and not json:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
-from polar_common.settings import cache_dir
 from polar_runtime import Runtime, RuntimeSpec, make_runtime
 
 from .clock import LogClock
@@ -23,7 +22,7 @@ __all__ = ["House", "make_house"]
 
 
 async def _toolchain(harness: Harness) -> Path | None:
-    return await asyncio.to_thread(toolchain.ensure, harness, cache_dir() / "harness")
+    return await asyncio.to_thread(toolchain.ensure, harness)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ def test_the_list_names_what_is_installed(tmp_path: Path, monkeypatch: pytest.Mo
     assert (rows["command"]["kind"], rows["command"]["path"]) == ("none", "")
     table = CliRunner().invoke(cli.app, ["list"]).stdout
     assert "0.70.0, 0.73.1" in table and "anthropic" in table
+
+
+def test_what_a_killed_installer_left_is_cleared_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_pip", lambda work, packages: (work / "venv").mkdir())
+    monkeypatch.setenv("POLAR_CACHE", str(tmp_path))
+    harness = registry.find("mini_swe_agent")
+    monkeypatch.setattr(type(harness), "recipe", replace(harness.recipe, probe=""))
+    final = toolchain.path_of(harness)
+    half, others = final.parent / f".{final.name}-abc", final.parent / ".mini_swe_agent-0.1-def-abc"
+    for path in (half / "venv", others):
+        path.mkdir(parents=True)
+    assert toolchain.ensure(harness) == final
+    assert {p.name for p in final.parent.iterdir()} == {final.name, f"{final.name}.lock", others.name}
 
 
 def test_each_api_has_its_job_and_some_harnesses_have_none() -> None:

