@@ -10,7 +10,6 @@ Disk: no file larger than the limit, and a sampler for their sum.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
