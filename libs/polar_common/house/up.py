@@ -84,17 +84,32 @@ def check_options(options: UpOptions) -> None:
 
 def choose_port(name: str, wanted: int | None, host: str) -> int:
     """An explicit port must be free (ConfigError otherwise); the preferred one is taken if it is."""
-    for port, fallback in ((wanted or PREFERRED_PORTS[name], wanted is None),):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                if not fallback:
-                    raise ConfigError(f"port {port} is taken; choose another with --{name}-port", name) from error
-                return free_port(host)
-        return port
-    raise ConfigError("no port", name)
+    port = wanted or PREFERRED_PORTS[name]
+    while not _claim(port, host):
+        if wanted is not None:
+            raise ConfigError(f"port {port} is taken; choose another with --{name}-port", name)
+        port = free_port(host)
+    return port
+
+
+_claims: list[socket.socket] = []
+
+
+def _claim(port: int, host: str) -> bool:
+    """Whether the port is free, and this house's from now on: its part may come to listen a minute later, when the
+    model is loaded, and another house on this machine must have chosen differently by then. An abstract socket is seen
+    where the port is, and goes with the process."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+        claim.bind(f"\0polar-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
 
 
 class _Lock:
@@ -160,7 +175,8 @@ class _Starter:
         self._options = options
         self._supervisor = supervisor
         self._say = say
-        self._ports = {n: choose_port(n, options.ports.get(n), options.host) for n in PREFERRED_PORTS}
+        explicit_first = sorted(PREFERRED_PORTS, key=lambda n: options.ports.get(n) is None)
+        self._ports = {n: choose_port(n, options.ports.get(n), options.host) for n in explicit_first}
         self._nats = f"nats://127.0.0.1:{self._ports['nats']}"
         self._topology = Topology(work_classes=options.work_classes, lease_s=options.lease_s)
 
