@@ -9,12 +9,14 @@ from pathlib import Path
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
+from polar_common.settings import docker_host
 from polar_runtime import Runtime, RuntimeSpec, make_runtime
 
 from .clock import LogClock
 from .harnesses import registry, toolchain
 from .harnesses.base import Harness
 from .models import ModelHosts
+from .patience import Patience
 from .pools import Pools
 from .settings import GatewaySettings
 
@@ -33,6 +35,7 @@ class House:
     clock: LogClock
     pools: Pools
     models: ModelHosts
+    patience: Patience
     gateway: str
     """This instance's name in `claimed`."""
     make_runtime: Callable[[RuntimeSpec], Runtime] = make_runtime
@@ -49,4 +52,6 @@ def make_house(settings: GatewaySettings, bus: Bus, gateway: str) -> House:
         settings.gateway_postrun_slots,
     )
     models = ModelHosts((*settings.gateway_engines, *settings.gateway_model_hosts))
-    return House(settings, bus, Blobs(bus, settings.segment), LogClock(), pools, models, gateway)
+    was_there = Path(docker_host().removeprefix("unix://")).exists()
+    patience = Patience(settings.gateway_daemon_wait_s, was_there=was_there)
+    return House(settings, bus, Blobs(bus, settings.segment), LogClock(), pools, models, patience, gateway)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -112,20 +113,23 @@ class Preparation:
         return await runtime.stats()
 
     async def _started(self, spec: RuntimeSpec) -> Runtime:
-        """A running runtime. Attempts are few, and a daemon that restarts would use them up; so it is waited for."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._house.settings.gateway_daemon_wait_s
+        """A running runtime; a daemon that restarts is waited for."""
+        patience = self._house.patience
+        until = patience.until()
         while True:
             try:
                 # What a daemon made before it died can be removed when it is back.
                 await self.stop()
                 self.runtime = runtime = self._house.make_runtime(spec)
                 await self._start(runtime)
-                return runtime
+                break
             except RuntimeUnavailable as error:
-                if spec.kind != "docker" or error.cause != "daemon" or loop.time() > until:
+                if spec.kind != "docker" or error.cause != "daemon" or time.monotonic() > until:
                     raise
             await asyncio.sleep(_DAEMON_PAUSE_S)
+        if spec.kind == "docker":
+            patience.heard()
+        return runtime
 
     async def _start(self, runtime: Runtime) -> None:
         # A start that is cut off half-way may go on in a thread and leave what nobody stops.

@@ -46,7 +46,8 @@ class GatewaySettings(HouseSettings):
     gateway_init_s: Annotated[float, Field(gt=0)] = 600
     """At most this long in INIT, whatever the task allows."""
     gateway_daemon_wait_s: Annotated[float, Field(ge=0)] = 30
-    """How long INIT waits for a Docker daemon that doesn't answer (it may be restarting) before the attempt is lost."""
+    """How long INIT waits for a Docker daemon that doesn't answer: it may be restarting. One that was never there is
+    waited for only so long after the gateway's own start."""
     gateway_drain_s: Annotated[float, Field(ge=0)] = 5
     """After SIGTERM: how long running sessions may still finish before they are given up as lost."""
     gateway_drain_file: Path | None = None

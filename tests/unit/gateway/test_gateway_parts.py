@@ -20,6 +20,7 @@ from polar_gateway import preparing
 from polar_gateway.clock import LogClock
 from polar_gateway.house import make_house
 from polar_gateway.output import OutputLog, redact
+from polar_gateway.patience import Patience
 from polar_gateway.pools import Place, Pool
 from polar_gateway.settings import GatewaySettings
 from polar_gateway.waiting import Interrupted, Interrupts
@@ -130,6 +131,30 @@ def test_the_logs_clock_goes_on_by_the_monotonic_one() -> None:
     assert abs((clock.now() - datetime(2030, 1, 1, 0, 0, 5, tzinfo=UTC)).total_seconds()) < 1
     later = clock.now() + timedelta(seconds=10)
     assert 9 < clock.monotonic(later) - time.monotonic() < 11
+
+
+def test_a_daemon_that_was_never_there_is_waited_for_only_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    never, was_there = Patience(30, was_there=False), Patience(30, was_there=True)
+    now = 1010.0
+    assert (never.until(), was_there.until()) == (1030, 1040)
+    now = 1100.0
+    assert (never.until(), was_there.until()) == (1030, 1130)
+    never.heard()
+    assert never.until() == 1130
+
+
+async def test_attempts_without_a_daemon_end_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would hold the places of those that need none."""
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nothing.sock")
+    house = make_house(GatewaySettings(data=tmp_path), cast(Bus, None), "g")
+    house.patience._began -= 31
+    preparation = preparing.Preparation(house, cast(SessionQueued, None), "s.1", "KEY")
+    began = time.monotonic()
+    with pytest.raises(RuntimeUnavailable, match="doesn't answer"):
+        await preparation._started(RuntimeSpec("docker", "s.1", tmp_path, image="x"))
+    assert time.monotonic() - began < 10
 
 
 class Dying(LocalRuntime):

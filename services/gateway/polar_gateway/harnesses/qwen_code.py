@@ -33,6 +33,8 @@ class QwenCode(Harness):
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "disableAutoUpdate": True, "disableUpdateNag": True},
             "security": {"auth": {"selectedType": "openai"}},
+            # After a first answer that calls no tool it has an agent write down what to remember, in a HOME that ends.
+            "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
             "model": {
                 "name": ctx.model,
                 "generationConfig": {
