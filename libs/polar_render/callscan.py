@@ -7,9 +7,10 @@ the arguments themselves were complete before, they stay as they are.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Literal
+
+from .loose import exactly
 
 __all__ = ["CallScanner"]
 
@@ -200,7 +201,7 @@ class CallScanner:
         self._complete.add(role)
         if role == "name":
             try:
-                name = json.loads(self._value)
+                name = exactly(self._value)
             except ValueError:
                 name = None
             if isinstance(name, str) and name:

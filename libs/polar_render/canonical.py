@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 import orjson
 
 from .base import Head
-from .messages import Image, Message, Text, ToolCall, dump, tool_to_json
+from .loose import loads
+from .messages import Image, Json, Message, Text, ToolCall, dump, tool_to_json
 
 __all__ = [
     "canonical_key", "first_difference", "head_key", "prefix_keys", "same_message", "same_thinking", "thinking_key",
@@ -28,6 +29,8 @@ __all__ = [
 
 _SIZE = 16
 """Bytes of a key: 128 bits, so that a collision is no practical concern within a session or across all of them."""
+_WHOLE = 2**53
+"""Below it every whole double is one integer."""
 
 
 def _hash(*fields: bytes) -> bytes:
@@ -43,9 +46,21 @@ def _arguments(call: ToolCall) -> bytes:
     if not text.strip():
         return b"j{}"
     try:
-        return b"j" + orjson.dumps(orjson.loads(text), option=orjson.OPT_SORT_KEYS)
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return b"j" + orjson.dumps(_doubles(loads(text)), option=orjson.OPT_SORT_KEYS)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
         return b"r" + text.encode("utf-8", "surrogatepass")
+
+
+def _doubles(value: Json) -> Json:
+    """Numbers as JavaScript has them, which knows doubles alone: a harness in it writes 30.0 as 30."""
+    if isinstance(value, dict):
+        return {k: _doubles(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_doubles(v) for v in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        double = float(value)
+        return int(double) if abs(double) < _WHOLE and double.is_integer() else double
+    return value
 
 
 def _image(image: Image) -> bytes:

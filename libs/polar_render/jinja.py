@@ -73,7 +73,7 @@ class Template:
             )
         except RenderError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RenderError(f"the chat template failed: {error}") from error
 
 

@@ -10,7 +10,6 @@ parsed answer gives the sampled text back when the sample is written the templat
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -27,6 +26,7 @@ from .base import (
     ToolCallStarted,
 )
 from .callscan import CallScanner
+from .loose import exactly
 from .messages import Part, Text, Thinking, ToolCall, ToolSpec
 from .shape import tool_names
 from .vocabulary import TextDecoder, Vocabulary
@@ -56,7 +56,7 @@ def _held(text: str, tag: str) -> int:
 def custom_input(arguments: str) -> str | None:
     """The raw input of a freeform tool that was called as `{"input": …}`; None if it wasn't."""
     try:
-        value = json.loads(arguments)
+        value = exactly(arguments)
     except ValueError:
         return None
     if isinstance(value, dict) and list(value) == ["input"] and isinstance(value["input"], str):

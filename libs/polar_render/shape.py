@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from polar_common.errors import RenderError
 
 from .jinja import TemplateValue
+from .loose import exactly
 from .messages import Image, Json, Message, Text, ToolCall, ToolSpec
 
 __all__ = ["Shape", "call_names", "prompt_text", "to_chat", "to_tools", "tool_names", "wire_name"]
@@ -100,7 +101,7 @@ def _arguments(call: ToolCall, raw: bool) -> Json:
     if raw:
         return text
     try:
-        value: Json = json.loads(text)
+        value = exactly(text)
     except ValueError:
         return text
     return value if isinstance(value, dict) else text

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 
+from .loose import exactly
 from .messages import Json, ToolSpec
 
 __all__ = ["XmlScanner"]
@@ -72,7 +73,6 @@ class XmlScanner:
         if kind == "string":
             return text
         try:
-            value: Json = json.loads(text)
+            return exactly(text)
         except ValueError:
             return text
-        return value

@@ -45,6 +45,24 @@ def test_wrong_types_name_their_place() -> None:
     assert _path(lambda: f.table(body, "d")) == "d"
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (rb"cut amid an emoji: \ud83d", "cut amid an emoji: \ufffd"),
+        (rb"\uDE00 and the other half", "\ufffd and the other half"),
+        (rb"\ud83d\ude00 whole, \ud83d\ud83d\ude00", "\U0001f600 whole, \ufffd\U0001f600"),
+        (rb"\\ud83d is spelled out, \\\ud83d isn't", "\\ud83d is spelled out, \\\ufffd isn't"),
+    ],
+)
+def test_half_a_surrogate_pair_is_read_as_a_replacement_character(written: bytes, read: str) -> None:
+    """Programs in JavaScript cut texts amid emojis, and write what is left."""
+    assert f.load(b'{"a": "' + written + b'", "b\\udc00": 1}') == {"a": read, "b\ufffd": 1}
+
+
+def test_arguments_with_half_a_surrogate_pair_are_an_object() -> None:
+    assert as_object('{"a": "\\ud83d"}') == {"a": "\ufffd"}
+
+
 def test_null_is_missing() -> None:
     body: f.Obj = {"x": None}
     assert f.text_or_none(body, "x") is None

@@ -251,6 +251,13 @@ def test_qwen_code_samples_anew_where_a_stream_broke() -> None:
     assert {500, 502, 503} <= set(told["retryErrorCodes"]) and told["retryInitialDelayMs"] <= 1000
 
 
+def test_qwen_code_starts_no_agent_of_its_own_when_the_work_is_over() -> None:
+    """By itself it has one write down what to remember, where the first answer was the last; HOME is gone then."""
+    made = launch("qwen_code")
+    settings = json.loads(next(text for path, text in made.files.items() if path.endswith(".qwen/settings.json")))
+    assert settings["memory"] == {"enableManagedAutoMemory": False, "enableManagedAutoDream": False}
+
+
 def test_what_is_known_at_submission_is_what_there_is() -> None:
     assert registry._BUILT_IN.keys() == HARNESSES.keys()
     for name, model in HARNESSES.items():

@@ -208,6 +208,36 @@ def test_freeform_input_is_told_decoded(chatml: Renderer, vocabulary: Vocabulary
     assert other.parts == (ToolCall("", "patch", '{"x": 1}', custom=True),) and len(other.malformed) == 1
 
 
+HOSTILE = {
+    "half a surrogate pair": ('"\\ud83d cut"', "\ufffd cut"),
+    "brackets without end": ("[" * 3000, None),
+    "brackets": ("[" * 3000 + "]" * 3000, None),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_sample_that_python_cannot_read_is_an_answer_like_any_other(
+    chatml: Renderer, vocabulary: Vocabulary, case: str
+) -> None:
+    value, read = HOSTILE[case]
+    for name in ("patch", "write"):
+        call = f'{{"name": "{name}", "arguments": {{"input": {value}}}}}'
+        answer = chatml.parse([*vocabulary.encode(f"<tool_call>\n{call}\n</tool_call>"), END], HEAD)
+        (said,) = answer.parts
+        assert isinstance(said, ToolCall) and said.name == name and said.arguments.encode()
+        assert said.custom == (name == "patch")
+        if said.custom and read is not None:
+            assert said.arguments == read
+    xml = TaggedParser(vocabulary, [END], HEAD, "none", "qwen3_coder")
+    body = f"<function=write>\n<parameter=n>\n{value}\n</parameter>\n</function>"
+    xml.feed([*vocabulary.encode(f"<tool_call>\n{body}\n</tool_call>"), END])
+    (said,) = xml.answer().parts
+    assert isinstance(said, ToolCall) and said.arguments.encode()
+    named = chatml.parse([*vocabulary.encode('<tool_call>{"name": "\\ud83d"}</tool_call>'), END], HEAD)
+    (said,) = named.parts
+    assert isinstance(said, ToolCall) and said.name == "\ufffd"
+
+
 def test_thinking_is_split_off_at_the_beginning_only(chatml: Renderer, vocabulary: Vocabulary) -> None:
     answer = chatml.parse([*vocabulary.encode("<think>\nfirst\nsecond\n</think>\n\nSo: <think> is a tag"), END], HEAD)
     assert answer.parts == (Thinking("first\nsecond"), Text("So: <think> is a tag"))

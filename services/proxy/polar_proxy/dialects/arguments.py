@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import orjson
 
+from polar_render.loose import loads
 from polar_render.messages import Json
 
 from .fields import Obj, compact
@@ -20,10 +21,9 @@ RAW_KEY = "_raw"
 
 def _parsed(arguments: str) -> Json:
     try:
-        value: Json = orjson.loads(arguments)
+        return loads(arguments)
     except orjson.JSONDecodeError:
         return None
-    return value
 
 
 def as_object(arguments: str) -> Obj:

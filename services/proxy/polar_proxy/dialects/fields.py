@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import orjson
 
 from polar_common.errors import RequestError
+from polar_render.loose import loads
 from polar_render.messages import Json
 
 __all__ = [
@@ -41,7 +42,7 @@ def keys(names: str) -> frozenset[str]:
 def load(body: bytes) -> Obj:
     """The request body as an object. Raises RequestError on anything else, and on nesting beyond MAX_DEPTH."""
     try:
-        value = orjson.loads(body)
+        value = loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
