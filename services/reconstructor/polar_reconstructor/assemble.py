@@ -16,8 +16,8 @@ import numpy.typing as npt
 from .calls import Call
 from .columns import Floats, Ids, Mask
 from .images import Image, Place, images_of
+from .rules.agents import is_subagent
 from .rules.base import Chain, Link, View
-from .rules.fates import is_subagent
 
 __all__ = ["Draft", "assemble", "role_of", "span_json"]
 

@@ -27,9 +27,10 @@ from .contexts import Contexts
 from .domain import Selection
 from .images import check_images
 from .policies import by_policy_version, conserve, long_enough
+from .rules.agents import is_subagent
 from .rules.base import Chain, Rule, View
 from .rules.checked import checked
-from .rules.fates import fates, is_subagent
+from .rules.fates import fates
 from .rules.linking import link
 from .rules.registry import rule_named
 from .rules.ruleset import RuleSet
@@ -245,7 +246,7 @@ def _status(draft: Draft, selection: Selection, last: int) -> str:
 
 def _spawned(draft: Draft, calls: Sequence[Call]) -> tuple[int, str]:
     """Depth of the trace's agent, and the call of its parent agent before its own first one."""
-    first = draft.calls[0]
+    first = next(iter(draft.trained), draft.calls[-1])
     if not is_subagent(first):
         return 0, ""
     above = [c for c in calls if (c.agent or "main") == first.parent_agent and c.number < first.number]

@@ -32,7 +32,9 @@ class Call:
 
 
 def tree_of_calls(seed: int, size: int) -> list[Call]:
-    """Calls that go on from earlier ones (exactly, or with a drifted or edited turn), retries, roots, cut calls."""
+    """Calls that go on from earlier ones (exactly, or with a drifted or edited turn), retries, roots, cut calls; some
+    begin a sub-agent, in their parent's context or in one of its own.
+    """
     rng = random.Random(seed)
     calls: list[Call] = []
     for n in range(size):
@@ -47,6 +49,7 @@ def tree_of_calls(seed: int, size: int) -> list[Call]:
             again = rng.choice(whole)
             prompt, facts["request_hash"] = again.prompt, f"request of {again.name}"
             facts["tools"] = again.facts.get("tools", True)
+            facts |= agent_of(again)
         else:
             parent = rng.choice(whole)
             shown = list(parent.sampled)
@@ -57,10 +60,17 @@ def tree_of_calls(seed: int, size: int) -> list[Call]:
             if rng.random() < 0.6:
                 facts["parent"] = parent.name
             facts["context"], facts["chain_class"] = "native", "native"
+            facts |= agent_of(parent)
+        if rng.random() < 0.12:
+            facts["agent"], facts["parent_agent"] = f"x{n}", facts.get("agent", "main")
         if rng.random() < 0.1:
             facts["untrainable"] = "greedy"
         calls.append(Call(f"c{n}", prompt, sampled, facts, rng.random() < 0.1))
     return calls
+
+
+def agent_of(call: Call) -> dict[str, Any]:
+    return {k: v for k, v in call.facts.items() if k in ("agent", "parent_agent")}
 
 
 def script_of(calls: list[Call]) -> Script:
@@ -107,6 +117,7 @@ def assert_well_formed(made: Built, calls: list[Call]) -> None:
                 expected[s["start"] : s["start"] + s["length"]] = 1
         assert (d.mask == expected).all()
         assert d.spans[-1]["trained"]
+        assert len({by_name[s["completion"]].facts.get("agent", "main") for s in d.spans if s["trained"]}) == 1
 
 
 @MANY

@@ -13,6 +13,7 @@ import numpy as np
 from polar_reconstructor.calls import Call
 from polar_reconstructor.columns import Ids
 
+from .agents import is_subagent
 from .base import View
 
 __all__ = ["break_class", "canonical_copy", "drift_class", "end_of_turn"]
@@ -70,6 +71,9 @@ def break_class(i: int, view: View, ends: frozenset[int]) -> str:
     """Why call i begins a chain of its own, or the branch of one. `ends`: `end_of_turn`, asked once for all calls."""
     c = view.calls[i]
     said, by_ids = view.links.recorded[i], view.links.parent[i]
+    above = by_ids if by_ids is not None else said
+    if above is not None and is_subagent(c) and view.calls[above].agent != c.agent:
+        return "subagent"
     if by_ids is not None and (said is None or said == by_ids):
         return c.chain_class if c.chain_class not in ("root", "continued", "native") else "branch"
     if said is None or c.chain_class not in ("continued", "native"):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from polar_reconstructor.calls import Call
 from polar_reconstructor.contexts import Contexts
 
+from .agents import is_subagent
 from .base import Links
 from .ruleset import RuleSet
 
@@ -46,11 +47,6 @@ def fates(
         elif rules.subagents == "exclude" and is_subagent(c):
             found.setdefault(i, "subagent")
     return {calls[i].id: reason for i, reason in sorted(found.items())}
-
-
-def is_subagent(c: Call) -> bool:
-    """Whether a call belongs to an agent that another one started."""
-    return bool(c.parent_agent) or c.chain_class == "subagent"
 
 
 def _undelivered(calls: Sequence[Call], extended: frozenset[int], undelivered: Iterable[str]) -> set[int]:

@@ -3,8 +3,9 @@
 Call k+1 goes on k's chain if k's *prompt* is a strict prefix of its prompt. Of what follows that prefix, t, the
 assistant's canonical copy is replaced by the raw sample: with j the first end-of-turn id in t, the inserted context is
 t[j+1:] if the sample ends with an end-of-turn id, else t[j:]. Kept separate: boundaries that can't be told (no
-end-of-turn id in t or one inside the sample, a stop string's cut), siblings that share only the prompt, and calls
-without a recorded parent where nothing decides between several, or where another went on from the one it may be.
+end-of-turn id in t or one inside the sample, a stop string's cut), siblings that share only the prompt, a sub-agent
+and who started it, and calls without a recorded parent where nothing decides between several, or where another went on
+from the one it may be.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from polar_reconstructor.columns import Ids
 
+from .agents import agents
 from .base import Chain, Link, View
 from .drift import break_class, canonical_copy, drift_class, end_of_turn
 
@@ -39,14 +41,15 @@ class PrefixMerging:
     """The paper's linear chains."""
 
     def chains(self, view: View) -> list[Chain]:
-        ends = end_of_turn(view)
+        ends, agent = end_of_turn(view), agents(view)
         free = _Free(view)
         tips: dict[int, _Building] = {}
         built: list[_Building] = []
         for i, c in enumerate(view.calls):
             reason = view.excluded.get(c.id, "")
             parent, tied = _parent(i, view, tips, free)
-            joined = None if parent is None else _join(parent, i, view, ends)
+            apart = parent is None or agent[parent] != agent[i]
+            joined = None if parent is None or apart else _join(parent, i, view, ends)
             if parent is None or joined is None:
                 chain = _Building([Link(i, not reason, reason)], break_class(i, view, ends), tied)
                 built.append(chain)

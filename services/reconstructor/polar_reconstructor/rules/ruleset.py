@@ -16,7 +16,7 @@ from polar_common.errors import ConfigError
 
 __all__ = ["BUILT_IN", "RuleSet", "parse"]
 
-FORMAT = 3
+FORMAT = 4
 """Grows when the same settings come to mean other traces."""
 Count = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 """Strict: YAML's `yes` is no 1."""
