@@ -89,8 +89,8 @@ class HarnessSays:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What is known when a harness has ended. `completions`: at least one was captured. `engine_failed`: the last
-    model call of the attempt was ended by the engine, `context_full`: it didn't fit into the window; why, as the proxy
-    recorded."""
+    model call of the attempt was ended by the engine, `used_up`: it didn't fit into the window, or one was beyond the
+    session's own limits; why, as the proxy recorded."""
 
     exit_code: int | None
     timed_out: bool = False
@@ -103,7 +103,7 @@ class Evidence:
     """The launch makes no sense: why."""
     completions: bool = False
     engine_failed: str = ""
-    context_full: str = ""
+    used_up: str = ""
     says: HarnessSays = HarnessSays()
 
 
@@ -132,9 +132,9 @@ def judge(evidence: Evidence) -> Verdict:
     own_limit = _own_limit(e)
     if own_limit is not None:
         return own_limit if e.completions else Verdict("harness", own_limit.cause, own_limit.detail)
-    if e.context_full:
+    if e.used_up:
         # Some programs end with 0 all the same, and some were too long from the start; none does better next time.
-        return Verdict("agent", "limit", f"the context window is full: {e.context_full}")
+        return Verdict("agent", "limit", e.used_up)
     if e.says.kind == "budget_exhausted":
         return Verdict("agent", "limit", e.says.reason + ("" if e.completions else ", before its first model call"))
     if not e.completions and e.exit_code in (126, 127):

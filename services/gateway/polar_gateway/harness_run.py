@@ -78,7 +78,7 @@ async def judged(
         refused=end.refused,
         completions=await has_completion(bus, queued.session, queued.attempt),
         engine_failed=last.engine_failed,
-        context_full=last.context_full,
+        used_up=last.used_up,
         says=says,
     )
     verdict = judge(evidence)
