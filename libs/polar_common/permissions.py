@@ -14,7 +14,18 @@ from .ids import token
 from .ownership import OWNERS
 from .topology import CATALOGUE, DLQ, TRACES, Topology, blobs_stream, consumers, events_stream
 
-__all__ = ["ADMIN", "SERVICES", "SYSTEM", "TOOLS", "USERS", "NatsUser", "authorization", "inbox_prefix", "users"]
+__all__ = [
+    "ADMIN",
+    "SERVICES",
+    "STORES",
+    "SYSTEM",
+    "TOOLS",
+    "USERS",
+    "NatsUser",
+    "authorization",
+    "inbox_prefix",
+    "users",
+]
 
 SERVICES = ("ingest", "gateway", "proxy", "reconstructor", "evaluator", "analytics", "trainer")
 TOOLS = "tools"
@@ -24,6 +35,8 @@ ADMIN = "admin"
 SYSTEM = "monitor"
 """The server's system account: health and statistics, none of the log."""
 USERS = (*SERVICES, TOOLS, ADMIN, SYSTEM)
+STORES = "$SYS.REQ.SERVER.PING.JSZ"
+"""Asks each server for its store's bound and use. The only question to the system account that others may ask."""
 
 _API = "$JS.API"
 # Which streams a user reads: events, blobs, traces, dlq, catalogue.
@@ -100,6 +113,8 @@ def _service(name: str, topology: Topology, segments: tuple[str, ...]) -> NatsUs
     deny: list[str] = []
     if name in _WRITES_BLOBS:
         publish.append("polar.blobs.>")
+    if name == "ingest":
+        publish.append(STORES)
     if name == "reconstructor":
         publish += ["polar.traces.>", _BUILD_NAMES]
     publish += [f"polar.dlq.{consumer}.>" for consumer in _BURIES.get(name, ())]
@@ -165,7 +180,8 @@ _LOOKING = (("INFO", ".*"), ("LIST", ""), ("NAMES", ""))
 def authorization(made: list[NatsUser], password: Callable[[str], str] | Mapping[str, str]) -> str:
     """The accounts block of a server's configuration. `password` gives each user's, or `$NAME` of a variable."""
     secret = password if callable(password) else password.__getitem__
-    lines = ["accounts {", "  POLAR {", "    jetstream: enabled", "    users: ["]
+    imports = f'    imports: [{{ service: {{ account: SYS, subject: "{STORES}" }} }}]'
+    lines = ["accounts {", "  POLAR {", "    jetstream: enabled", imports, "    users: ["]
     for user in made:
         lines.append(f"      {{ user: {user.name}, password: {_text(secret(user.name))}")
         if user.publish:
@@ -173,7 +189,13 @@ def authorization(made: list[NatsUser], password: Callable[[str], str] | Mapping
             lines.append(f"            deny: {_list(user.deny)} }}")
             lines += [f"          subscribe {{ allow: {_list(user.subscribe)} }}", "        }"]
         lines.append("      }")
-    lines += ["    ]", "  }", f"  SYS {{ users: [{{ user: {SYSTEM}, password: {_text(secret(SYSTEM))} }}] }}"]
+    lines += [
+        "    ]",
+        "  }",
+        "  SYS {",
+        f'    exports: [{{ service: "{STORES}", response: stream, accounts: [POLAR] }}]',
+    ]
+    lines += [f"    users: [{{ user: {SYSTEM}, password: {_text(secret(SYSTEM))} }}]", "  }"]
     return "\n".join([*lines, "}", "system_account: SYS"]) + "\n"
 
 

@@ -23,7 +23,7 @@ from polar_common.errors import ConfigError, Poison, Unavailable
 from polar_common.events import SessionAccepted, SessionQueued
 from polar_common.nats_server import NatsServer, TlsFiles
 from polar_common.ownership import OWNERS
-from polar_common.permissions import ADMIN, SERVICES, SYSTEM, TOOLS, USERS, authorization, users
+from polar_common.permissions import ADMIN, SERVICES, STORES, SYSTEM, TOOLS, USERS, authorization, users
 from polar_common.task_spec import HarnessSpec, TaskSpec
 from polar_common.topology import Topology, apply, consumers, events_stream, work_consumer
 
@@ -103,6 +103,7 @@ async def test_a_service_is_refused_outside_its_subjects(watched: Watched, reque
             assert await watched.refused(f"$JS.API.CONSUMER.MSG.NEXT.{spec.stream}.{spec.durable}")
             assert await watched.refused(f"$JS.ACK.{spec.stream}.{spec.durable}.1.1.1.1.1")
     assert await watched.refused("polar.traces.r.b.t.s.0") == (name != "reconstructor")
+    assert await watched.refused(STORES) == (name != "ingest")
 
 
 @pytest.mark.parametrize("watched", SERVICES, indirect=True)

@@ -144,6 +144,8 @@ _MACHINE: tuple[Callable[[], Line], ...] = (
 
 def _house(found: Endpoint) -> list[Line]:
     lines: list[Line] = [_disk(found.data)] if House(found.data).read() is not None else []
+    if found.ingest:
+        lines += _admission(found)
     if found.nats:
         lines += asyncio.run(_log(found))
     if found.proxy:
@@ -158,6 +160,15 @@ def _disk(data: Path) -> Line:
     if disk.free < _SPACE:
         return "disk", "fail", f"{text}: without space the log takes nothing until the house is started again"
     return "disk", "note" if disk.free < disk.total / 10 else "ok", text
+
+
+def _admission(found: Endpoint) -> list[Line]:
+    """What ingest says of the room that the log has left, by its own bound."""
+    try:
+        short = str(httpx.get(f"{found.ingest}/health", timeout=10).raise_for_status().json().get("detail") or "")
+    except (httpx.HTTPError, ValueError, AttributeError) as error:
+        return [("ingest", "fail", f"{found.ingest} doesn't answer: {error!r}")]
+    return [("ingest", "fail", short)] if short else []
 
 
 async def _log(found: Endpoint) -> list[Line]:

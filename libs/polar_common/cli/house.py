@@ -176,7 +176,7 @@ def _say_down(json: bool, *, stopped: bool, text: str) -> None:
 
 
 def status(data: DataOption = _DATA, json: JsonOption = False) -> None:
-    """Say what runs where, and how much work there is. Exit code 1 if something doesn't answer.
+    """Say what runs where. Exit code 1 if something doesn't answer, or ingest admits nothing.
 
     Example: polar status --json
     """
@@ -187,7 +187,7 @@ def status(data: DataOption = _DATA, json: JsonOption = False) -> None:
         if url:
             try:
                 answer = httpx.get(f"{url}/health", headers=found.headers, timeout=5)
-                state = "ok" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
+                state = _health(answer) if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
             except httpx.HTTPError as error:
                 state = f"no answer: {error!r}"
         rows.append([name, url, state])
@@ -199,6 +199,14 @@ def status(data: DataOption = _DATA, json: JsonOption = False) -> None:
         table("", ["part", "where", "state"], rows)
     if bad:
         raise typer.Exit(1)
+
+
+def _health(answer: httpx.Response) -> str:
+    """What a service that answers says of itself, where it says more than that."""
+    try:
+        return str(answer.json().get("detail") or "ok")
+    except (ValueError, AttributeError):
+        return "ok"
 
 
 def _children(house: House) -> list[list[str]]:

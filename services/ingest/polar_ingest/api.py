@@ -169,7 +169,8 @@ class Api:
         return _answer(CancelView(requested=done.requested, sessions=counts.sessions))
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        short = self._scheduler.headroom.short
+        return JSONResponse({"status": "full" if short else "ok", "detail": short})
 
     async def ready(self, request: Request) -> Response:
         connected, folded = self._bus.nc.is_connected, self._scheduler.ready

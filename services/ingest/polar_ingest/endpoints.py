@@ -68,7 +68,7 @@ ENDPOINTS = (
         "cancel_run", "POST", "/v1/runs/{run}/cancel", "Ask all sessions of a run to end.",
         CancelView, body=(CancelBody,), errors=(400, 401, 404, 503),
     ),
-    Endpoint("health", "GET", "/health", "The process answers.", open=True),
+    Endpoint("health", "GET", "/health", "The process answers; `full`: the log has no room for new tasks.", open=True),
     Endpoint("ready", "GET", "/ready", "The log is read to its end; tasks are taken.", errors=(503,), open=True),
     Endpoint("metrics", "GET", "/metrics", "Prometheus metrics.", errors=(401,)),
     Endpoint("openapi_document", "GET", "/openapi.json", "This document.", errors=(401,)),

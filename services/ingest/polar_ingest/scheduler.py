@@ -28,6 +28,7 @@ from .clock import LogClock, server_time
 from .dead_letters import bury, verdict
 from .decisions import applied, group_event, session_event
 from .domain import CloseGroup, Decision, Queue, Rules, decide, decide_group, release
+from .headroom import Headroom
 from .settings import IngestSettings
 from .specs import Specs
 from .state import World
@@ -67,6 +68,7 @@ class Scheduler:
     def __init__(self, bus: Bus, settings: IngestSettings) -> None:
         self.world = World(settings.build, demand=settings.ingest_obey_demand)
         self.specs = Specs(bus)
+        self.headroom = Headroom(bus, settings)
         self._rules = rules_of(settings)
         self._clock = LogClock()
         self._bus = bus
@@ -91,7 +93,9 @@ class Scheduler:
     async def run(self, stop: asyncio.Event) -> None:
         """Follow and decide until `stop` is set. Raises Unavailable if the log can't be asked at the start."""
         self._clock.calibrate(await server_time(self._bus, self._stream))
+        await self.headroom.look()
         work = [
+            spawn(self.headroom.watch(self._wake.set), name="scheduler:headroom"),
             spawn(self._follow(), name="scheduler:follow"),
             spawn(self._follow_dead_letters(), name="scheduler:dead-letters"),
             spawn(self._deciding(), name="scheduler:decide"),
@@ -226,6 +230,8 @@ class Scheduler:
         return jobs
 
     def _release_jobs(self) -> list[_Job]:
+        if self.headroom.short:
+            return []
         picked = (self.world.sessions[s] for s in release(self.world, self._rules))
         return [partial(self._release, s.id, s.seq) for s in picked if s.cancel is None]
 

@@ -22,6 +22,9 @@ class IngestSettings(HouseSettings):
     """Bytes of a task without its files: it is repeated in the `queued` event of each attempt."""
     ingest_queue_bound: Annotated[int, Field(gt=0)] = 10_000
     """Sessions accepted and not yet claimed; beyond it ingest answers 429."""
+    ingest_headroom: Annotated[int, Field(ge=0)] = 1 << 30
+    """Bytes that the log's store and disk must have left; below it nothing is admitted or released, and ingest answers
+    503."""
     ingest_retry_after_s: Annotated[int, Field(ge=1)] = 5
     """What a 429 or 503 tells the client to wait."""
     ingest_release_ahead: Annotated[int, Field(gt=0)] = 64

@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 class Full(RequestError):
-    """The queue is full: 429."""
+    """The queue is full: 429; the log is nearly full: 503."""
 
 
 async def bounded(items: Sequence[T], work: Callable[[T], Awaitable[R]], at_once: int = _AT_ONCE) -> list[R]:
@@ -113,6 +113,9 @@ class Intake:
 
     def _admit(self, fresh: Sequence[Submission]) -> None:
         """Reserve room in the queue. Raises Full, or RequestError where no queue would ever be long enough."""
+        if fresh and (short := self._scheduler.headroom.short):
+            _taken.labels("refused").inc(len(fresh))
+            raise Full(short, 503)
         world, bound = self._scheduler.world, self._settings.ingest_queue_bound
         wanted = sum(s.spec.samples for s in fresh)
         if wanted > bound:
