@@ -16,6 +16,7 @@ from dock_kit import HELLO, Dock, ended
 
 import runtime_docker
 from polar_common.house.layout import House
+from polar_runtime.portable import portable_python
 
 pytestmark = [pytest.mark.docker, pytest.mark.nats, pytest.mark.chdb, pytest.mark.harness, pytest.mark.timeout(600)]
 
@@ -86,6 +87,43 @@ def test_what_daemonises_goes_with_its_container(dock: Dock) -> None:
     row = dock.run(dock.task("daemon", script))["daemon"]
     assert row["outcomes"] == {"passed": 1}
     assert ended(row)["exit_code"] == 0
+    dock.works()
+
+
+_LATE = """
+import http.client, json, os, signal, socket
+from urllib.parse import urlsplit
+for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "Still here"}]})
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+path = urlsplit(os.environ["OPENAI_BASE_URL"]).path + "/chat/completions"
+while True:
+    there = http.client.HTTPConnection("proxy")
+    there.sock = socket.socket(socket.AF_UNIX)
+    there.sock.connect("/polar/proxy/proxy.sock")
+    there.request("POST", path, body, head)
+    there.getresponse().read()
+    there.close()
+"""
+
+
+def test_who_calls_on_after_the_end_is_refused_and_goes_with_its_container(dock: Dock) -> None:
+    """Past the relay, which ends with the program, by the proxy's own socket."""
+    script = f"{' '.join(portable_python().argv)} late.py; sleep 1; echo hi > hello.txt\n"
+    # Collecting takes a moment, in which it calls.
+    script += "i=0; while [ $i -lt 40 ]; do cat /bin/busybox > $i; i=$((i+1)); done\n"
+    row = dock.run(dock.task("late", script, files={"late.py": _LATE}))["late"]
+    assert row["outcomes"] == {"passed": 1}, row["shown"]
+    (session,) = row["session_ids"]
+    calls = dock.live.sql(f"SELECT kind, reason, count() AS n FROM completions WHERE session = '{session}' GROUP BY ALL")
+    told = {(call["kind"], call["reason"]): call["n"] for call in calls}
+    assert told.pop(("rejected", "sealed")) > 0
+    assert told.pop(("captured", "")) == row["completions"] > 1
+    assert sum(told.values()) <= 2 and all(kind in ("aborted", "undelivered") for kind, _ in told)
+    assert dock.live.polar("verify")
     dock.works()
 
 
