@@ -118,8 +118,8 @@ def test_who_calls_on_after_the_end_is_refused_and_goes_with_its_container(dock:
     row = dock.run(dock.task("late", script, files={"late.py": _LATE}))["late"]
     assert row["outcomes"] == {"passed": 1}, row["shown"]
     (session,) = row["session_ids"]
-    calls = dock.live.sql(f"SELECT kind, reason, count() AS n FROM completions WHERE session = '{session}' GROUP BY ALL")
-    told = {(call["kind"], call["reason"]): call["n"] for call in calls}
+    asked = f"SELECT kind, reason, count() AS n FROM completions WHERE session = '{session}' GROUP BY ALL"
+    told = {(call["kind"], call["reason"]): call["n"] for call in dock.live.sql(asked)}
     assert told.pop(("rejected", "sealed")) > 0
     assert told.pop(("captured", "")) == row["completions"] > 1
     assert sum(told.values()) <= 2 and all(kind in ("aborted", "undelivered") for kind, _ in told)
