@@ -195,7 +195,7 @@ async def drop(bus: Bus, segment: str, archive: Path) -> Survey:
     catalogue = Catalogue(bus)
     accepted = (s.subject.split(".") for s in read_archive(archive, check=False) if s.subject.endswith(".accepted"))
     await catalogue.remember(tokens[4] for tokens in accepted if tokens[3] == "task")
-    await catalogue.record(segment, "dropped", archive=str(archive), last=found.last)
+    await catalogue.record(segment, "dropped", archive=str(archive.resolve()), last=found.last)
     for stream in (events_stream(segment), blobs_stream(segment)):
         await bus.js.delete_stream(stream)
     return await survey(bus, segment)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,13 +17,13 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from polar_common.catalogue import Catalogue
-from polar_common.errors import PolarError, RequestError
+from polar_common.errors import BlobError, ConfigError, PolarError, RequestError
 from polar_common.service import Service, serve_http
 from polar_common.subjects import EVENTS, trace_filter
 from polar_common.topology import TRACES, events_stream
 from polar_render import load_renderer, profile_for
 
-from .handlers import Projector
+from .handlers import Archive, Projector
 from .settings import AnalyticsSettings
 from .store import Store
 from .tracing import as_numbers, session_tokens
@@ -33,6 +34,7 @@ __all__ = ["make_app", "run"]
 TraceReader = Callable[[str, str], Awaitable[list[dict[str, Any]]]]
 _WEB = Path(__file__).parent / "web"
 _LIMIT = 100_000
+_log = structlog.get_logger(__name__)
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -148,9 +150,7 @@ async def _run(settings: AnalyticsSettings) -> None:
     async def setup() -> None:
         await store.open()
         projectors = []
-        # Earlier segments too: tables that are made anew have all that the log has.
-        events = [(events_stream(s), EVENTS) for s in await Catalogue(service.bus).kept()]
-        for stream, subject in (*events, (TRACES, trace_filter())):
+        for stream, subject, archive in (*await _events(Catalogue(service.bus)), (TRACES, trace_filter(), None)):
             projector = Projector(
                 service.bus,
                 store,
@@ -158,9 +158,10 @@ async def _run(settings: AnalyticsSettings) -> None:
                 subject,
                 batch=settings.analytics_batch,
                 linger_s=settings.analytics_linger_s,
+                archive=archive,
             )
             projectors.append(projector)
-            service.background(f"project:{stream}", _runner(projector, service.stop))
+            service.background(f"project:{stream}", _runner(projector, service.stop, archive))
         decode, tokenizer_hash = await asyncio.to_thread(_decoder, settings)
 
         async def traces(session: str, build: str) -> list[dict[str, Any]]:
@@ -175,6 +176,20 @@ async def _run(settings: AnalyticsSettings) -> None:
         await store.close()
 
 
+async def _events(catalogue: Catalogue) -> list[tuple[str, str, Archive | None]]:
+    """Stream and subject of every segment, and its archive where it was dropped: tables that are made anew have all
+    that there ever was.
+    """
+    found: list[tuple[str, str, Archive | None]] = []
+    for segment in await catalogue.segments():
+        archive = None
+        if await catalogue.has(segment, "dropped"):
+            fact = (await catalogue.facts(segment))["dropped"]
+            archive = Archive(Path(fact["archive"]), int(fact["last"]))
+        found.append((events_stream(segment), EVENTS, archive))
+    return found
+
+
 def _decoder(settings: AnalyticsSettings) -> tuple[Callable[[Sequence[int]], list[str]], str]:
     """Token ids to text with the model's tokenizer, and its hash; without one, ids are shown as numbers."""
     if settings.analytics_model_dir is None:
@@ -183,8 +198,16 @@ def _decoder(settings: AnalyticsSettings) -> tuple[Callable[[Sequence[int]], lis
     return renderer.decode_tokens, renderer.provenance.tokenizer_hash
 
 
-def _runner(projector: Projector, stop: asyncio.Event) -> Callable[[], Awaitable[None]]:
+def _runner(projector: Projector, stop: asyncio.Event, archive: Archive | None) -> Callable[[], Awaitable[None]]:
     async def work() -> None:
-        await projector.run(stop)
+        try:
+            await projector.run(stop)
+        except (ConfigError, BlobError, OSError) as error:
+            if archive is None:
+                raise
+            where = str(archive.directory)
+            _log.error("the tables lack a dropped segment: its archive isn't there", archive=where, error=str(error))
+        # An archive has an end; the service goes on.
+        await stop.wait()
 
     return work
