@@ -1,4 +1,4 @@
-"""Everything that isn't the log may be deleted: a house that starts on its log and archives is what it was, row by row."""
+"""Everything that isn't the log may be deleted: from its log and archives a house is what it was, row by row."""
 
 from __future__ import annotations
 
