@@ -12,7 +12,7 @@ from polar_runtime.base import (
     RuntimeStats,
     Stream,
 )
-from polar_runtime.ledger import reap
+from polar_runtime.ledger import is_owned, reap
 from polar_runtime.registry import kinds, make_runtime
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "RuntimeSpec",
     "RuntimeStats",
     "Stream",
+    "is_owned",
     "kinds",
     "make_runtime",
     "pack_files",

@@ -23,7 +23,7 @@ from polar_runtime.beneath import remove_tree
 from polar_runtime.cgroup import Cgroup, Hierarchies
 from polar_runtime.loopdisk import LoopDisk
 
-__all__ = ["VARIABLE", "Ledger", "kill_named", "reap"]
+__all__ = ["VARIABLE", "Ledger", "is_owned", "kill_named", "reap"]
 
 VARIABLE = "POLAR_ATTEMPT"
 _log = structlog.get_logger(__name__)
@@ -90,6 +90,15 @@ def kill_named(name: str, seconds: float = 5.0) -> bool:
         procs.send(pids, 9)
         time.sleep(0.02)
     return True
+
+
+def is_owned(base: Path) -> bool:
+    """Whether the process that made an attempt's directory still runs on this host."""
+    owner = Ledger(base).owner()
+    pid, started = owner.get("pid"), owner.get("started")
+    if owner.get("boot") != procs.boot_id() or not isinstance(pid, int) or not isinstance(started, int):
+        return False
+    return procs.ProcessId(pid, started).alive()
 
 
 async def reap(root: Path, is_live: Callable[[str], Awaitable[bool]]) -> list[str]:

@@ -6,18 +6,22 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from tests.integration import gateway_kit as kit
 
 from polar_common.bus import Bus
-from polar_common.events import SessionClaimed, SessionExited, SessionSealed, now
+from polar_common.errors import Unavailable
+from polar_common.events import SessionCancelled, SessionClaimed, SessionExited, SessionLost, SessionSealed, now
 from polar_common.ids import new_id
 from polar_common.nats_server import NatsServer, free_port
+from polar_gateway import reaper
+from polar_gateway.attempt import Attempt
 from polar_gateway.handlers import Gateway
 from polar_gateway.reaper import reap_once
+from polar_runtime.ledger import Ledger
 from polar_runtime.process import Process
 
 pytestmark = pytest.mark.nats
@@ -216,15 +220,48 @@ async def test_a_drain_file_keeps_new_work_away(bus: Bus, nats_server: NatsServe
 
 async def test_the_reaper_asks_the_log(bus: Bus, tmp_path: Path) -> None:
     made = kit.settings(tmp_path)
+    elsewhere = {"work_class": "docker"}
     async with kit.gateway(bus, made) as gateway:
-        done = await kit.release(bus, kit.script("true", name="done"))
-        await kit.over(bus, done)
-        elsewhere = await kit.release(bus, kit.script("true", name="elsewhere", runtime={"work_class": "docker"}))
-        await history(bus, elsewhere, claimed(elsewhere))
-        for label in (f"{done}.1", f"{elsewhere}.1", "not-a-label"):
+        done, held = [await kit.release(bus, kit.script("true", name=name)) for name in ("done", "held")]
+        for session in (done, held):
+            await kit.over(bus, session)
+        assert await kit.idle(gateway)
+        runs, lost, ended = [
+            await kit.release(bus, kit.script("true", name=name, runtime=elsewhere))
+            for name in ("runs", "lost", "ended")
+        ]
+        for session in (runs, lost, ended):
+            await history(bus, session, claimed(session))
+        await history(bus, lost, SessionLost(session=lost, attempt=1))
+        await history(bus, ended, SessionCancelled(session=ended, attempt=0, last_attempt=1))
+        gone = {f"{done}.1", f"{lost}.1", f"{ended}.1", "s1-nobodys-0.1", "s7-dropped-0.1"}
+        kept = {f"{runs}.1", f"{held}.1", "s1-another-0.1", "not-a-label", "x.1", "s1.1", f"{done}.one", done}
+        for label in gone | kept:
             (made.root / label).mkdir()
-        assert await reap_once(gateway) == [f"{done}.1"]
-    assert sorted(os.listdir(made.root)) == sorted([f"{elsewhere}.1", "not-a-label"])
+        # Let go of a moment later than its last event; and one of a house that shares the directory by mistake.
+        gateway.live[f"{held}.1"] = cast(Attempt, None)
+        Ledger(made.root / "s1-another-0.1").write("s1-another-0.1", "local")
+        assert set(await reap_once(gateway)) == gone
+        gateway.live.clear()
+    assert set(os.listdir(made.root)) == kept
+
+
+async def test_what_the_reaper_stumbles_over_is_tried_again(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, asked = asyncio.Event(), 0
+
+    async def reap_once(gateway: Gateway) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise Unavailable("for a moment")
+        stop.set()
+
+    monkeypatch.setattr(reaper, "reap_once", reap_once)
+    async with kit.gateway(bus, kit.settings(tmp_path, gateway_reap_s=0.01)) as gateway, asyncio.timeout(10):
+        await reaper.reap_until(gateway, stop)
+    assert asked == 2
 
 
 async def test_a_gateway_tells_what_it_does(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:

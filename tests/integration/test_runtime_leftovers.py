@@ -102,6 +102,25 @@ async def test_another_houses_attempt_of_the_same_name_is_left_alone(
         await task
 
 
+@pytest.mark.parametrize("groups", ["on", "off"])
+@pytest.mark.parametrize("how", ["stopped", "reaped"])
+async def test_what_outlives_its_relay_ends_with_the_attempt(tmp_path: Path, how: str, groups: str) -> None:
+    """Where no namespace holds it, and nobody's child is it any more: it is known by its environment."""
+    options = {"cgroup": groups}
+    rt = make_runtime(RuntimeSpec("local", "s.1", tmp_path, network="none", isolation="none", options=options))
+    await rt.start()
+    variable = f"POLAR_ATTEMPT={host_name(tmp_path, 's.1')}".encode()
+    await sh(rt, "(setsid sleep 1000 >/dev/null 2>&1 </dev/null &) ; sleep 0.3; kill -9 $PPID; sleep 1000")
+    assert procs.labelled(variable)
+    if how == "stopped":
+        await rt.stop()
+    else:
+        assert await reap(tmp_path, dead) == ["s.1"]
+    assert await soon(lambda: procs.labelled(variable) == [], 2)
+    assert list(tmp_path.iterdir()) == []
+    await rt.stop()
+
+
 async def test_leftovers_of_a_house_that_has_moved_are_found(tmp_path: Path) -> None:
     before, now = tmp_path / "before", tmp_path / "now"
     killed_gateway(before, kind="local", label="s.1", isolation="none")

@@ -20,6 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import StoreCompression
+from nats.js.errors import NotFoundError
 from nats.protocol.parser import PERMISSIONS_ERR
 
 from polar_common import subjects
@@ -314,6 +315,16 @@ class Bus:
                 return found
             await asyncio.sleep(0.05)
         raise Unavailable(f"{stream}: the replicas lag behind sequence {at_least}")
+
+    async def holds(self, segment: str) -> bool:
+        """Whether the log has such a segment; a dropped one it hasn't. Raises Unavailable."""
+        try:
+            await self.js.find_stream_name_by_subject(f"polar.events.{segment}.>")
+        except NotFoundError:
+            return False
+        except (TimeoutError, nats.errors.Error) as error:
+            raise Unavailable(f"no list of streams: {error!r}") from error
+        return True
 
     async def read_session(
         self, session: str, *, up_to: int = 0, completions: bool = True, at_least: int = 0

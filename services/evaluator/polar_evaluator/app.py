@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import structlog
 
@@ -14,7 +15,7 @@ from polar_common.service import Service
 from polar_common.session_state import fold
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import Topology, consumers
-from polar_runtime import reap
+from polar_runtime import is_owned, reap
 
 from .domain import moot
 from .handlers import LIVE, Evaluations
@@ -72,7 +73,7 @@ class EvaluatorService:
         settings, stop = self.settings, self.service.stop
         while not stop.is_set():
             try:
-                await reap(settings.root, lambda label: is_live(self.service.bus, evaluations, label))
+                await reap(settings.root, lambda label: is_live(self.service.bus, evaluations, settings.root / label))
             except (PolarError, OSError) as error:
                 _log.warning("reaping failed", error=repr(error))
             try:
@@ -81,22 +82,30 @@ class EvaluatorService:
                 continue
 
 
-async def is_live(bus: Bus, evaluations: Evaluations, label: str) -> bool:
+async def is_live(bus: Bus, evaluations: Evaluations, base: Path) -> bool:
     """In doubt it lives: evaluators of one host see each other's copies, also those made ahead for what still runs."""
+    label = base.name
     session, _, rest = label.partition(".")
     attempt, _, _ = rest.partition(".")
     if label in evaluations.copies.live or not attempt.isdigit():
         return True
     try:
-        segment_of(session)
+        segment = segment_of(session)
     except ConfigError:
         return True
+    if not await bus.holds(segment):
+        # It was dropped, for all of it was over.
+        return False
     if await bus.last(subjects.evaluation(session, int(attempt), LIVE, "evaluated")) is not None:
         return False
     newest = await bus.last(subjects.session_filter(session))
     at_least = newest.sequence if newest else 0
     stored = await bus.read_session(session, completions=False, at_least=at_least)
-    return not moot(fold(session, stored), int(attempt))
+    state = fold(session, stored)
+    if int(attempt) not in state.attempts:
+        # Another log's.
+        return is_owned(base)
+    return not moot(state, int(attempt))
 
 
 def run(argv: list[str] | None = None) -> None:

@@ -28,9 +28,7 @@ def wanted(state: SessionState, attempt: int) -> bool:
 
 def moot(state: SessionState, attempt: int) -> bool:
     """Whether nobody will evaluate an attempt any more, evaluated or not."""
-    current = state.attempts.get(attempt)
-    if current is None:
-        return False
+    current = state.attempts[attempt]
     if current.exited is None:
         return state.terminal or max(state.attempts) > attempt or current.lost is not None
     return not wanted(state, attempt)

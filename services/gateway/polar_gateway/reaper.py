@@ -8,7 +8,7 @@ import structlog
 
 from polar_common.errors import ConfigError, PolarError
 from polar_common.ids import segment_of
-from polar_runtime import reap
+from polar_runtime import is_owned, reap
 
 from . import metrics
 from .handlers import Gateway
@@ -47,11 +47,18 @@ async def _is_live(gateway: Gateway, label: str) -> bool:
         return True
     session, _, number = label.rpartition(".")
     try:
-        segment_of(session)
+        segment = segment_of(session)
     except ConfigError:
         return True
     if not number.isdigit():
         return True
-    state = await SessionLedger(gateway.house.bus, session, int(number)).load()
+    bus = gateway.house.bus
+    if not await bus.holds(segment):
+        # It was dropped, for all of it was over.
+        return False
+    state = await SessionLedger(bus, session, int(number)).load()
     attempt = state.attempts.get(int(number))
-    return not (state.terminal or attempt is None or attempt.claimed is None or attempt.over)
+    if attempt is None:
+        # Another log's.
+        return is_owned(gateway.house.settings.root / label)
+    return not (state.terminal or attempt.over)
