@@ -32,6 +32,7 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PATIENCE_S = 15.0
 _LIMITS = {
     "nproc": resource.RLIMIT_NPROC,
     "fsize": resource.RLIMIT_FSIZE,
@@ -67,10 +68,34 @@ def _accept(server: socket.socket, path: str) -> None:
         threading.Thread(target=_join, args=(client, path), daemon=True).start()
 
 
-def _join(client: socket.socket, path: str) -> None:
-    upstream = socket.socket(socket.AF_UNIX)
+def _connect(client: socket.socket, path: str) -> socket.socket:
+    """A proxy that is being started again is waited for: harnesses give up after a few quick tries."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        upstream = socket.socket(socket.AF_UNIX)
+        try:
+            upstream.connect(path)
+            return upstream
+        except OSError as error:
+            upstream.close()
+            away = error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.EAGAIN)
+            if not away or time.monotonic() > deadline or _left(client):
+                raise
+        time.sleep(0.1)
+
+
+def _left(client: socket.socket) -> bool:
+    """Whether a client has ended its side and has said nothing."""
     try:
-        upstream.connect(path)
+        return client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+
+
+def _join(client: socket.socket, path: str) -> None:
+    upstream = None
+    try:
+        upstream = _connect(client, path)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = threading.Thread(target=_pump, args=(upstream, client), daemon=True)
         back.start()
@@ -80,7 +105,8 @@ def _join(client: socket.socket, path: str) -> None:
         _refuse(client, error)
     finally:
         client.close()
-        upstream.close()
+        if upstream is not None:
+            upstream.close()
 
 
 def _refuse(client: socket.socket, error: OSError) -> None:

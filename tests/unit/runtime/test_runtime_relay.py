@@ -184,6 +184,27 @@ def test_without_a_proxy_the_harness_gets_an_http_error(tmp_path: Path) -> None:
     assert answer.startswith(b"HTTP/1.1 503 ") and b"proxy_unreachable" in answer
 
 
+def test_a_proxy_that_is_being_started_again_is_waited_for(tmp_path: Path) -> None:
+    """Programs give up after a few quick tries; a proxy that was killed takes some seconds."""
+    path, port, dead = tmp_path / "s", free_port(), socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.listen()
+    dead.close()
+    line = [*_RELAY, "--listen", str(port), "--socket", str(path), *_WAITING]
+    with subprocess.Popen(line, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            client.sendall(b"hello")
+            time.sleep(1)
+            path.unlink()
+            again = Echo(path)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(100) == b"olleh"
+        again.server.close()
+        process.terminate()
+
+
 def test_a_taken_port_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
