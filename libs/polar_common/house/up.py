@@ -293,4 +293,7 @@ def _socket_path(house: House) -> Path:
         digest = hashlib.sha256(str(house.data).encode()).hexdigest()[:16]
         path = Path(tempfile.gettempdir()) / f"polar-{digest}" / "proxy.sock"
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if path.parent.stat().st_uid not in (os.geteuid(), house.run.stat().st_uid):
+        # Anybody may make directories there, and would hear all model calls.
+        raise ConfigError(f"{path.parent} is another user's: choose a shorter --data", "data")
     return path

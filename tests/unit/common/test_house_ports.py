@@ -1,15 +1,20 @@
-"""Ports of houses that start at the same time on one machine."""
+"""Ports and socket of houses on a machine that they share."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polar_common.errors import ConfigError
 from polar_common.house import up
+from polar_common.house.layout import House
 from polar_common.nats_server import free_port
 
 _OTHER = """
@@ -45,3 +50,22 @@ def test_a_port_that_is_listened_at_is_taken(monkeypatch: pytest.MonkeyPatch) ->
         assert up.choose_port("ingest", None, "127.0.0.1") != port
         with pytest.raises(ConfigError):
             up.choose_port("ingest", port, "127.0.0.1")
+
+
+def test_the_socket_of_a_long_path_is_never_in_another_users_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    house = House(tmp_path / ("long" * 30))
+    house.make()
+    place = up._socket_path(house).parent
+    assert place.parent == tmp_path / "tmp" and up._socket_path(house).parent == place
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:
+        told = real(path, **options)
+        return os.stat_result((*told[:4], told.st_uid + 1, *told[5:])) if path == place else told
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(ConfigError, match="another user's"):
+        up._socket_path(house)
