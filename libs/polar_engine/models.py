@@ -92,7 +92,10 @@ def _cached(name: str, build: Callable[[Path], str], cache: Path) -> ModelDir:
     with _lock(cache / f".{target.name}.lock"):
         if (found := _finished(name, target)) is not None:
             return found
-        scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
+        for left in cache.glob(f".{target.name}-*"):
+            # Of a process that was ended while it built it.
+            shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache))
         try:
             source = build(scratch)
             for file in scratch.iterdir():

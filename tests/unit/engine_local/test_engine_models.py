@@ -83,6 +83,14 @@ def test_a_damaged_cache_is_built_anew(tmp_path: Path) -> None:
     assert ensure_model("tiny", tmp_path).weights_sha256 == first.weights_sha256
 
 
+def test_what_a_killed_builder_left_is_cleared_away(tmp_path: Path) -> None:
+    half = tmp_path / f".{ensure_model('tiny', tmp_path / 'elsewhere').path.name}-abc"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    ensure_model("tiny", tmp_path)
+    assert not half.exists()
+
+
 def test_two_builders_at_once_make_one_complete_directory(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found: list[ModelDir] = []
