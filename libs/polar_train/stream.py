@@ -162,8 +162,14 @@ class TraceStream:
     ) -> None:
         """Offer new weights to the engines, which load them from `weights` (a directory that they can read).
 
-        Versions and their numbers grow; the same once more is no error, other weights under a version are.
+        Versions and their numbers grow, over all trainers of a house (`newest_policy`); the same once more is no error,
+        other weights under a version are. Raises ConfigError for a number that engines would pass over.
         """
+        newest = await self.newest_policy()
+        there = await self.bus.last(subjects.policy(self._segment, version, "published"))
+        if newest is not None and there is None and newest.policy_seq >= policy_seq:
+            told = f"{policy_seq} isn't above {newest.policy_seq} ({newest.version}): engines would pass it over"
+            raise ConfigError(told, "policy_seq")
         await self.bus.once(
             PolicyPublished(
                 segment=self._segment,
@@ -176,6 +182,13 @@ class TraceStream:
             )
         )
         self.set_policy(policy_seq)
+
+    async def newest_policy(self) -> PolicyPublished | None:
+        """The weights that were published last, by whomever; None before any. A trainer that begins on a house in which
+        others trained counts on from their number, and publishes the weights that it begins with."""
+        stored = await self.bus.last(subjects.ANY_POLICY_PUBLISHED.replace("*", self._segment, 1))
+        event = None if stored is None else stored.event
+        return event if isinstance(event, PolicyPublished) else None
 
     async def demand(self, groups: int, staleness: int) -> None:
         """Tell admission how many groups are wanted in flight, and how many versions they may lag behind.

@@ -339,3 +339,18 @@ async def test_a_connection_of_its_own(nats_server: Any, bus: Bus, tmp_path: Pat
             assert group.task == task
             break
     await stream.close()
+
+
+async def test_weights_that_engines_would_pass_over_are_refused(bus: Bus, stream: TraceStream) -> None:
+    """Numbers grow over all trainers of a house."""
+    assert await stream.newest_policy() is None
+    await stream.publish("/w/1", version="a-1", policy_seq=4)
+    await stream.publish("/w/2", version="a-2", policy_seq=5)
+    other = TraceStream(bus, trainer="t2")
+    for number in (1, 5):
+        with pytest.raises(ConfigError, match=rf"policy_seq: {number} isn't above 5 \(a-2\)"):
+            await other.publish("/w/b", version="b-1", policy_seq=number)
+    await stream.publish("/w/1", version="a-1", policy_seq=4)
+    await other.publish("/w/b", version="b-1", policy_seq=6)
+    newest = await stream.newest_policy()
+    assert newest is not None and (newest.version, newest.trainer) == ("b-1", "t2")
