@@ -84,6 +84,7 @@ def test_a_damaged_cache_is_built_anew(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_builder_left_is_cleared_away(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     half = tmp_path / f".{ensure_model('tiny', tmp_path / 'elsewhere').path.name}-abc"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
