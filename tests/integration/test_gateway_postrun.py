@@ -13,6 +13,7 @@ import pytest
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus
 from polar_common.packing import BlobRef
+from polar_gateway.handlers import Gateway
 from polar_gateway.house import House
 from polar_runtime.local import LocalRuntime
 
@@ -66,4 +67,46 @@ async def test_a_gateway_that_leaves_while_it_collects_gives_the_attempt_up(bus:
         gateway.live[f"{session}.1"].interrupt("drained")
         state = await kit.over(bus, session, timeout=12)
         assert await kit.idle(gateway)
-    assert kit.names(state)[-2:] == ["sealed", "lost"]
+    attempt = state.attempts[1]
+    assert attempt.lost is not None and attempt.exited is None
+    assert attempt.sealed is not None and attempt.sealed.reason == "exited"
+
+
+class SlowlyKilled(LocalRuntime):
+    """Only the third time is there something to be ended."""
+
+    asked = 0
+
+    async def cancel(self) -> None:
+        self.asked += 1
+        if self.asked > 2:
+            await super().cancel()
+
+
+async def test_an_end_that_takes_long_is_brought_about_and_told(bus: Bus, tmp_path: Path) -> None:
+    def adapt(house: House) -> None:
+        house.make_runtime = SlowlyKilled
+
+    async with kit.gateway(bus, kit.settings(tmp_path), adapt=adapt):
+        session = await kit.release(bus, kit.script("echo said; sleep 300"))
+        await kit.phase(bus, session, "running")
+        await asyncio.sleep(0.5)
+        await kit.cancel(bus, session)
+        state = await kit.over(bus, session)
+    exited, artifacts = state.attempts[1].exited, state.attempts[1].artifacts
+    assert exited is not None and artifacts is not None
+    assert (exited.cancelled, exited.exit_code) == (True, 137)
+    assert await body(bus, artifacts.answer) == b"said\n"
+
+
+async def test_a_cancel_that_is_first_seen_at_the_seal_is_told_with_the_end(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gateway, "follow_cancels", lambda self: asyncio.sleep(300))
+    async with kit.gateway(bus, kit.settings(tmp_path)):
+        session = await kit.release(bus, kit.script("while ! test -e go; do sleep 0.05; done"))
+        await kit.phase(bus, session, "running")
+        await kit.cancel(bus, session)
+        (tmp_path / "run" / "attempts" / f"{session}.1" / "work" / "go").touch()
+        exited = (await kit.over(bus, session)).attempts[1].exited
+    assert exited is not None and (exited.cancelled, exited.exit_code) == (True, 0)
