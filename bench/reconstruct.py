@@ -138,7 +138,7 @@ async def measured(bus: Bus, url: str, processes: int, note: str) -> list[Result
             count += 1
         rates.append(count / (time.perf_counter() - begun))
         costs.append((time.process_time() - cpu) / count * 1e6)
-    read, fetched = max(rates), max([await fetched(bus, stream, "polar.events.>") for _ in range(3)])
+    read, theirs = max(rates), max([await fetched(bus, stream, "polar.events.>") for _ in range(3)])
     cpu = time.process_time()
     alone = await Replay(bus, "bench", EXACT, Log(bus, FIRST_SEGMENT), dry=True).run()
     cost = (time.process_time() - cpu) / alone.messages * 1e6
@@ -149,7 +149,7 @@ async def measured(bus: Bus, url: str, processes: int, note: str) -> list[Result
             "replay_cpu_us", cost, "µs", min(costs), cost / min(costs), "CPU a message in one process, server apart"
         ),
         Result("replay_ratio", dry, "messages/s", read, dry / read, f"publishing apart; {note}"),
-        Result("replay_nats_py_ratio", dry, "messages/s", fetched, dry / fetched, "against nats-py's pull and fetch"),
+        Result("replay_nats_py_ratio", dry, "messages/s", theirs, dry / theirs, "against nats-py's pull and fetch"),
         Result("replay_published_ratio", whole, "messages/s", read, whole / read, f"each message synced; {note}"),
     ]
 
