@@ -108,6 +108,10 @@ class ScriptedEngine:
         self.down = False
         self.loading: asyncio.Event | None = None
         """Loading weights takes until it is set."""
+        self.refuses = ""
+        """Why it can't load weights."""
+        self.names_version = True
+        """Whether it says by itself which weights it has."""
         self.window = 32768
         self.local = False
         """Calls itself the local engine, which takes no grammars."""
@@ -172,7 +176,7 @@ class ScriptedEngine:
         return web.json_response({"version": "0.0-scripted", **({"engine": "polar"} if self.local else {})})
 
     async def _weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version})
+        return web.json_response({"weight_version": self.version if self.names_version else None})
 
     async def _is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -182,6 +186,8 @@ class ScriptedEngine:
         self.calls.append(request.path_qs)
         if request.path == "/collective_rpc" and self.loading is not None:
             await self.loading.wait()
+        if request.path == "/collective_rpc" and self.refuses:
+            return web.json_response({"error": {"message": self.refuses}}, status=500)
         if request.path == "/update_weight_version":
             self.version = orjson.loads(body)["new_version"]
         return web.json_response({"status": "ok", "success": True})

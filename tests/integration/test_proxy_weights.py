@@ -178,6 +178,96 @@ async def test_an_engine_that_is_later_than_the_proxy_is_found_and_gets_what_was
             await engine.stop()
 
 
+@pytest.mark.parametrize("named", [True, False])
+async def test_an_engine_that_is_started_again_gets_its_weights_again_before_it_samples(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, named: bool
+) -> None:
+    """It comes back with those it was started with, whatever was published since, and may not say which they are."""
+
+    def edit(body: dict[str, Any]) -> None:
+        if not named:
+            body["choices"][0]["weight_versions"] = None
+
+    engine = ScriptedEngine(model_dir, lambda heard: Say("words", edit=edit))
+    engine.names_version = named
+    await engine.start()
+    port = int(engine.url.rpartition(":")[2])
+    try:
+        async with kit(model_dir, nats_server.url, bus, tmp_path, engine, proxy_health_s=0.1) as proxy:
+            await bus.once(published(1))
+            await bus.once(published(2))
+            while engine.version != "step-2":
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            await engine.stop()
+            await asyncio.sleep(0.3)
+            engine.version, engine.loading = "v0", asyncio.Event()
+            engine.calls.clear()
+            await engine.start(port)
+            while "/collective_rpc" not in engine.calls:
+                await asyncio.sleep(0.01)
+            meanwhile = await proxy.chat([user("go")])
+            assert meanwhile.status_code == 429 and meanwhile.headers["retry-after"]
+            engine.loading.set()
+            while (await proxy.chat([user("go")])).status_code != 200:
+                await asyncio.sleep(0.05)
+            event = (await proxy.captured())[-1].event
+            assert engine.version == "step-2" and event.policy_seq == 2 and not event.kv_mixed
+            assert engine.calls.count("/collective_rpc") == 1
+    finally:
+        await engine.stop()
+
+
+async def test_a_house_that_is_started_again_goes_on_with_the_newest_weights(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    """The log says what the engine had; the engine, started again too, has what it is started with."""
+    engine = ScriptedEngine(model_dir)
+    await engine.start()
+    try:
+        async with kit(model_dir, nats_server.url, bus, tmp_path / "0", engine):
+            await bus.once(published(1))
+            await activated(bus)
+        engine.version = "v0"
+        async with kit(model_dir, nats_server.url, bus, tmp_path / "1", engine) as proxy:
+            while (await proxy.chat([user("go")])).status_code != 200:
+                await asyncio.sleep(0.05)
+            event = (await proxy.captured())[0].event
+            assert (event.versions[0].version, event.policy_seq) == ("step-1", 1)
+    finally:
+        await engine.stop()
+
+
+async def test_a_sample_of_weights_that_nobody_loaded_is_told_as_that_and_they_are_loaded_again(proxy: Kit) -> None:
+    """An engine may be started again between two health checks."""
+    await proxy.bus.once(published(1))
+    await activated(proxy.bus)
+    await asyncio.sleep(0.1)
+    proxy.engine.version = "v0"
+    await proxy.told([user("old")])
+    while (await proxy.chat([user("new")])).status_code != 200:
+        await asyncio.sleep(0.05)
+    told = [(r.event.versions[0].version, r.event.policy_seq) for r in await proxy.captured()]
+    assert told == [("v0", 0), ("step-1", 1)]
+
+
+async def test_weights_that_are_gone_are_named_until_newer_ones_are_published(proxy: Kit) -> None:
+    await proxy.bus.once(published(1))
+    await activated(proxy.bus)
+    await asyncio.sleep(0.1)
+    proxy.engine.version, proxy.engine.refuses = "v0", "no such directory"
+    await proxy.told([user("old")])
+    while (refused := await proxy.chat([user("new")])).status_code != 503:
+        await asyncio.sleep(0.05)
+    assert "step-1" in refused.text and "no such directory" in refused.text
+    proxy.engine.refuses = ""
+    await proxy.bus.once(published(2))
+    await activated(proxy.bus, 2)
+    while (await proxy.chat([user("new")])).status_code != 200:
+        await asyncio.sleep(0.05)
+    assert (await proxy.captured())[-1].event.policy_seq == 2
+
+
 async def test_a_proxy_whose_log_has_no_consumer_yet_asks_until_it_has(
     model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,8 +121,9 @@ class Proxy:
         knowing = spawn(weights.follow(), name="policies")
         for replica in pool.replicas:
             self.house.background(f"weights-{replica.engine.replica}", partial(weights.work, replica, self.house.stop))
+            self.house.background(f"kept-{replica.engine.replica}", partial(weights.keep, replica, self.house.stop))
         self.house.background("followers", lambda: self._while(following, sweeping, watching, knowing))
-        while not seals.caught_up and not following.done():
+        while not (seals.caught_up and weights.caught_up.is_set()) and not (following.done() or knowing.done()):
             await asyncio.sleep(0.01)
         _settle_memory()
         await self._listen(ProxyApp(service))

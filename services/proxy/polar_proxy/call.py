@@ -259,7 +259,7 @@ class Call:
     def _policy(self, sample: Sample) -> int:
         """Of the oldest weights that sampled: the engine's own word where its version is known here."""
         if sample.versions:
-            return self.replica.seq_of.get(sample.versions[0].version, self.policy_seq)
+            return self.replica.seq(sample.versions[0].version, self.policy_seq)
         return self.policy_seq
 
     async def _put(self, choice: Choice) -> None:

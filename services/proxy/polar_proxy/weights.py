@@ -3,7 +3,7 @@
 `policy.published` is work: one durable consumer per replica, whose lease decides which instance does the update. It
 hands out one at a time; messages of newer schema versions, which wait for an upgrade, don't count.
 `policy.activated` is what all instances follow to know what each replica samples with. Versions that a newer one has
-overtaken are skipped.
+overtaken are skipped. An engine that is started again has none of them any more, and gets its last ones again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import structlog
 from polar_common import subjects
 from polar_common.bus import Bus, Lease, Stored, Worker, follow
 from polar_common.bus.poison import bury
-from polar_common.errors import BusError, EngineDown, FromTheFuture, Poison
+from polar_common.errors import BusError, EngineDown, EngineError, FromTheFuture, Poison
 from polar_common.events import PolicyActivated, PolicyPublished
 from polar_common.topology import ConsumerSpec, events_stream
 
@@ -27,6 +27,7 @@ __all__ = ["Weights", "weights_consumer"]
 
 _DRAIN_S = 600.0
 _AGAIN_S = 0.5
+_LOOK_S = 0.1
 _log = structlog.get_logger(__name__)
 
 
@@ -47,6 +48,8 @@ class Weights:
         self._published: dict[str, PolicyPublished] = {}
         self._parked: set[int] = set()
         """Sequences of `published` events that a newer version wrote."""
+        self.caught_up = asyncio.Event()
+        """What each replica had when the proxy started is known."""
 
     async def _prepare(self, spec: ConsumerSpec, stop: asyncio.Event) -> None:
         """Make sure that a replica's consumer is there. They're as many as there are engines, so not in topology.
@@ -74,7 +77,8 @@ class Weights:
         patterns = [
             p.replace("*", self._segment, 1) for p in (subjects.ANY_POLICY_PUBLISHED, subjects.ANY_POLICY_ACTIVATED)
         ]
-        async for stored in follow(self._bus, events_stream(self._segment), patterns):
+        stream = events_stream(self._segment)
+        async for stored in follow(self._bus, stream, patterns, on_caught_up=self._now):
             try:
                 event = stored.event
             except FromTheFuture as error:
@@ -91,6 +95,35 @@ class Weights:
             elif isinstance(event, PolicyActivated):
                 self._activated(event)
 
+    def _now(self) -> None:
+        if not self.caught_up.is_set():
+            for replica in self._pool.replicas:
+                replica.doubt()
+            self.caught_up.set()
+
+    async def keep(self, replica: Replica, stop: asyncio.Event) -> None:
+        """Give a replica that was started again the weights that it had."""
+        while not stop.is_set():
+            if replica.unsure and self.caught_up.is_set():
+                try:
+                    async with replica.loading:
+                        await self._again(replica)
+                except EngineError as error:
+                    replica.trouble = f"{replica.engine.replica} has lost its weights {replica.version}: {error}"
+                    _log.error("weights can't be loaded again", replica=replica.engine.replica, error=str(error))
+            await asyncio.sleep(_AGAIN_S if replica.trouble else _LOOK_S)
+
+    async def _again(self, replica: Replica) -> None:
+        has = (await replica.engine.capabilities()).weights_version
+        newer = self._published.get(has)
+        if has != replica.version and (newer is None or newer.policy_seq < replica.policy_seq):
+            event = self._published.get(replica.version)
+            if event is None:
+                raise EngineDown("nobody knows where they are", 503)
+            await replica.engine.update_weights(event.weights, event.version, drain=self._drain)
+            _log.warning("weights loaded again", replica=replica.engine.replica, version=event.version, instead_of=has)
+        replica.unsure, replica.trouble = False, ""
+
     async def _bury(self, stored: Stored, error: Poison) -> None:
         try:
             await bury(self._bus, "proxy", events_stream(self._segment), stored, error)
@@ -101,7 +134,10 @@ class Weights:
     def _announced(self, event: PolicyPublished) -> None:
         """Another instance may be loading these from now on; one that drains lets what runs end first."""
         for replica in self._pool.replicas:
-            if not self._drain and not self._foreign(replica, event):
+            if self._foreign(replica, event):
+                continue
+            replica.seq_of[event.version] = event.policy_seq
+            if not self._drain:
                 replica.announced = max(replica.announced, event.policy_seq)
 
     def _activated(self, event: PolicyActivated) -> None:
@@ -147,7 +183,8 @@ class Weights:
                     while replica.running:
                         await replica.idle.wait()
             replica.announced = max(replica.announced, event.policy_seq)
-            await replica.engine.update_weights(event.weights, event.version, drain=self._drain)
+            async with replica.loading:
+                await replica.engine.update_weights(event.weights, event.version, drain=self._drain)
         finally:
             replica.draining = False
         told = PolicyActivated(
@@ -157,6 +194,7 @@ class Weights:
         )  # fmt: skip
         await self._bus.once(told)
         self._activated(told)
+        replica.unsure, replica.trouble = False, ""
         _log.info("weights activated", replica=told.replica, version=told.version, seconds=told.update_s)
 
     def _foreign(self, replica: Replica, event: PolicyPublished) -> bool:

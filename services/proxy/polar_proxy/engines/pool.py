@@ -44,7 +44,25 @@ class Replica:
     """How often its weights were changed."""
     announced: int = 0
     """The latest policy sequence that is meant for it: any instance may be loading it until it is `policy_seq`."""
+    unsure: bool = False
+    """It may have been started again, with other weights than `version`: it takes nothing until it has them."""
+    trouble: str = ""
+    """Why it couldn't get them."""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def doubt(self) -> None:
+        """Compare what was loaded into it with what it said when it was probed."""
+        found = self.capabilities
+        if self.policy_seq and found is not None and found.weight_update:
+            self.unsure = found.weights_version != self.version
+
+    def seq(self, version: str, otherwise: int) -> int:
+        """The policy sequence of weights that it says it sampled with; 0 where nobody loaded them."""
+        if version in self.seq_of or not self.policy_seq:
+            return self.seq_of.get(version, otherwise)
+        self.unsure = True
+        return 0
 
     def swapped(self, since: int) -> bool:
         """Whether its weights may have changed under a call that began when `swaps` was so."""
@@ -53,7 +71,7 @@ class Replica:
 
     @property
     def usable(self) -> bool:
-        return self.healthy and not self.draining and self.capabilities is not None
+        return self.healthy and not self.draining and not self.unsure and self.capabilities is not None
 
     def enter(self) -> None:
         self.running += 1
@@ -86,9 +104,10 @@ class Pool:
         """Raises EngineBusy while all healthy replicas drain, EngineDown when none is healthy."""
         usable = [r for r in self.replicas if r.usable]
         if not usable:
-            if any(r.healthy and r.draining for r in self.replicas):
+            if any(r.healthy and (r.draining or (r.unsure and not r.trouble)) for r in self.replicas):
                 raise EngineBusy("the engines are being updated", 429, 1.0)
-            raise EngineDown("no engine answers", 503)
+            trouble = next((r.trouble for r in self.replicas if r.healthy and r.unsure), "")
+            raise EngineDown(trouble or "no engine answers", 503)
         emptiest = min(usable, key=lambda r: r.running)
         chosen = self._sticky.get(conversation)
         if chosen is None or not chosen.usable or chosen.running > emptiest.running + self._slack:
@@ -133,6 +152,7 @@ class Pool:
             if well and not replica.healthy:
                 async with asyncio.timeout(_PROBE_S):
                     await replica.probe()
+                replica.doubt()
                 _log.info("engine is there", replica=replica.engine.replica)
             elif not well and replica.healthy:
                 _log.warning("engine is gone", replica=replica.engine.replica)
