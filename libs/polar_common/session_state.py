@@ -45,7 +45,6 @@ class Attempt:
     exited: SessionExited | None = None
     artifacts: SessionArtifacts | None = None
     lost: SessionLost | None = None
-    sealed_seq: int = 0
     at: dict[str, datetime] = field(default_factory=dict)
     """Event name → log time."""
 
@@ -111,8 +110,6 @@ class SessionState:
             attempt = self.attempts.setdefault(event.attempt, Attempt(event.attempt))
             setattr(attempt, name, event)
             attempt.at[name] = time
-            if isinstance(event, SessionSealed):
-                attempt.sealed_seq = sequence
 
 
 def fold(session: str, stored: Iterable[Stored]) -> SessionState:

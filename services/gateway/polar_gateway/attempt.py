@@ -281,10 +281,8 @@ class Attempt:
         return found, ending
 
     async def _broke(self, error: Exception) -> None:
-        current = self._ledger.state.attempts.get(self._queued.attempt)
-        if current is None or current.exited is None:
-            with suppress(_GaveUp, Superseded):
-                await self._lose(self._redacted(f"its gateway failed at it: {error!r}")[:_TAIL])
+        with suppress(_GaveUp, Superseded):
+            await self._lose(self._redacted(f"its gateway failed at it: {error!r}")[:_TAIL])
 
     async def _lose(self, detail: str = "its gateway was drained") -> NoReturn:
         """Give up before the attempt has ended; the scheduler decides on another. Raises _GaveUp or Superseded."""

@@ -71,8 +71,8 @@ class SessionLedger:
         return (await self._bus.batch(events, fence=(self.session, after))).sequence
 
     def _folded(self, events: Sequence[SessionEvent], last: int) -> None:
-        for back, event in enumerate(reversed(events)):
-            self.state.apply(event, last - back, event.time)
+        for event in events:
+            self.state.apply(event, last, event.time)
 
     def _still_ours(self) -> None:
         current = self.state.attempts.get(self.attempt)

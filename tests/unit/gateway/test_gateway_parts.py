@@ -117,6 +117,28 @@ async def test_work_is_interrupted_by_what_comes_first() -> None:
         await interrupts.within(work(30), soon, "w")
 
 
+async def test_what_comes_from_outside_leaves_a_grace_and_time_that_is_up_none() -> None:
+    interrupts, begun = Interrupts(), asyncio.Event()
+
+    async def work(seconds: float) -> str:
+        begun.set()
+        await asyncio.sleep(seconds)
+        return "done"
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match="timeout"):
+        await interrupts.within(work(30), began + 0.02, "w", grace=20)
+    interrupts.set("cancelled")
+    assert await interrupts.within(work(0.05), began + 30, "w", grace=20) == "done"
+    with pytest.raises(Interrupted, match="cancelled"):
+        await interrupts.within(work(30), began + 30, "w", grace=0.02)
+    begun.clear()
+    with pytest.raises(Interrupted, match="cancelled"):
+        await interrupts.within(work(30), began + 30, "w")
+    assert not begun.is_set()
+    assert time.monotonic() - began < 5
+
+
 async def test_the_works_own_error_is_passed_on() -> None:
     async def work() -> None:
         raise ValueError("mine")
@@ -157,6 +179,20 @@ async def test_attempts_without_a_daemon_end_at_once(tmp_path: Path, monkeypatch
     assert time.monotonic() - began < 10
 
 
+async def test_only_a_daemon_is_waited_for(tmp_path: Path) -> None:
+    class Unable(LocalRuntime):
+        async def start(self) -> None:
+            raise RuntimeUnavailable("no bubblewrap")
+
+    house = make_house(GatewaySettings(data=tmp_path), cast(Bus, None), "g")
+    house.make_runtime = Unable
+    preparation = preparing.Preparation(house, cast(SessionQueued, None), "s.1", "KEY")
+    began = time.monotonic()
+    with pytest.raises(RuntimeUnavailable, match="no bubblewrap"):
+        await preparation._started(RuntimeSpec("local", "s.1", tmp_path))
+    assert time.monotonic() - began < 5
+
+
 class Dying(LocalRuntime):
     """Its daemon dies when it has made the first container, and is back at the third try to remove that."""
 
@@ -185,7 +221,9 @@ async def test_a_daemon_that_dies_after_it_made_a_container_is_waited_for(
     preparation = preparing.Preparation(house, cast(SessionQueued, None), "s.1", "KEY")
     starting = preparation._started(RuntimeSpec("docker", "s.1", tmp_path))
     if wait_s:
+        house.patience = Patience(wait_s, was_there=False)
         assert await starting is preparation.runtime
+        assert house.patience.until() > time.monotonic() + wait_s - 1
         assert Dying.done == ["start", "stop", "stop", "stop", "start"]
     else:
         with pytest.raises(RuntimeUnavailable, match="died"):
