@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,7 +227,7 @@ def _named(drafts: list[Draft], view: View, selection: Selection, rules_hash: st
         placed = [(draft, None) for draft in drafts]
     found = []
     for draft, place in placed:
-        depth, parent = _spawned(draft, view.calls)
+        depth, parent = _spawned(draft, view)
         # Where others go on from a tree's node, nothing ends.
         inner = place is not None and place["owner"] != place["node"]
         status = "complete" if inner else _status(draft, selection, last)
@@ -244,12 +244,18 @@ def _status(draft: Draft, selection: Selection, last: int) -> str:
     return "complete"
 
 
-def _spawned(draft: Draft, calls: Sequence[Call]) -> tuple[int, str]:
-    """Depth of the trace's agent, and the call of its parent agent before its own first one."""
-    first = next(iter(draft.trained), draft.calls[-1])
+def _spawned(draft: Draft, view: View) -> tuple[int, str]:
+    """Depth of the trace's agent, and the call that started it: where nothing tells, its parent agent's one before."""
+    calls, first = view.calls, next(iter(draft.trained), draft.calls[-1])
     if not is_subagent(first):
         return 0, ""
+    # Its chain may begin with calls that aren't trained, or, of a fork, in its parent's.
+    up = view.links.parent[next(i for i, c in enumerate(calls) if c is first)]
+    while up is not None and calls[up].agent == first.agent:
+        first, up = calls[up], view.links.parent[up]
     above = [c for c in calls if (c.agent or "main") == first.parent_agent and c.number < first.number]
+    if up is not None:
+        above = [calls[up]]
     parents = {c.agent: c.parent_agent for c in calls if c.parent_agent}
     depth, at = 1, first.parent_agent
     while at in parents and depth <= len(parents):

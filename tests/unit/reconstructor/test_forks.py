@@ -46,7 +46,7 @@ def test_a_sub_agent_in_its_parents_context_has_a_chain_of_its_own(rules: str, o
     for t in made.traces:
         told = ("subagent", 1) if t.draft.role == "fork" else ("root", 0)
         assert rules == "tree" or (t.draft.chain_class, t.depth) == told
-        assert t.depth == told[1]
+        assert (t.depth, t.parent_call) == (told[1], "m1" if told[1] else "")
     assert made.ambiguous == 0
 
 
@@ -75,3 +75,13 @@ def test_a_tree_of_forks_walked_back_gives_the_exact_chains(options: dict[str, b
         walked = tree.walk(nodes, ends[t.draft.calls[-1].id])
         assert name_trace(walked, "") == name_trace(t.draft, "")
         assert walked.role == t.draft.role
+
+
+@pytest.mark.parametrize("rules", ["exact", "tree"])
+def test_a_sub_agent_whose_first_call_isnt_trained_was_started_by_the_same_call(rules: str) -> None:
+    child = {"agent": "x1", "parent_agent": "main"}
+    script = Script().call("m1", [1], [10, E]).call("m2", [1, 10, E, 5], [20, E], parent="m1")
+    script.call("s1", [7], [70, E], chain_class="subagent", spawned_by="m1", untrainable="greedy", **child)
+    script.call("s2", [7, 70, E, 8], [71, E], parent="s1", **child).ended()
+    made = built(script, rules)
+    assert {c.id: (t.depth, t.parent_call) for t in made.traces for c in t.draft.trained}["s2"] == (1, "m1")
