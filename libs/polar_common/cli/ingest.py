@@ -21,6 +21,8 @@ class Ingest:
     """The HTTP client of ingest."""
 
     def __init__(self, where: Endpoint) -> None:
+        if not where.ingest:
+            raise ConfigError("a remote house's tasks and sessions are reached by POLAR_URL", "url")
         self._client = httpx.Client(base_url=where.ingest, headers=where.headers, timeout=60)
 
     def get(self, path: str, **params: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from polar_common.errors import PolarError
+from polar_common.errors import ConfigError, PolarError
 from polar_common.house import find_house
 
 from .house import _DATA, DataOption, JsonOption
@@ -19,8 +19,13 @@ __all__ = ["ask", "query", "quoted"]
 def ask(sql: str, data: DataOption = _DATA) -> tuple[list[str], list[list[object]]]:
     """Columns and rows. Raises PolarError with the engine's own message."""
     found = find_house(data if data != _DATA else None)
+    if not found.analytics:
+        raise ConfigError("a remote house's tables are reached by POLAR_ANALYTICS_URL", "analytics_url")
     answer = httpx.post(f"{found.analytics}/v1/query", json={"sql": sql}, headers=found.headers, timeout=120)
-    body = answer.json()
+    try:
+        body = answer.json()
+    except ValueError as error:
+        raise PolarError(f"{answer.request.url}: {answer.status_code} {answer.text[:200]}") from error
     if answer.status_code != 200:
         raise PolarError(body.get("error", {}).get("message", answer.text))
     return body["columns"], body["rows"]
