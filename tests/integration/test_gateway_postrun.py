@@ -69,6 +69,7 @@ async def test_a_gateway_that_leaves_while_it_collects_gives_the_attempt_up(bus:
         assert await kit.idle(gateway)
     attempt = state.attempts[1]
     assert attempt.lost is not None and attempt.exited is None
+    assert attempt.lost.detail == "its gateway was drained"
     assert attempt.sealed is not None and attempt.sealed.reason == "exited"
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from polar_common.bus import Bus
 from polar_common.errors import RuntimeUnavailable
 from polar_common.events import SessionQueued
-from polar_common.tasks import spawn
+from polar_common.tasks import cancel_and_wait, spawn
 from polar_gateway import preparing
 from polar_gateway.clock import LogClock
 from polar_gateway.house import make_house
@@ -191,6 +191,30 @@ async def test_only_a_daemon_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(RuntimeUnavailable, match="no bubblewrap"):
         await preparation._started(RuntimeSpec("local", "s.1", tmp_path))
     assert time.monotonic() - began < 5
+
+
+class Thorough(LocalRuntime):
+    """Of a user's own: its start goes on to its end, whoever waits for it."""
+
+    done: ClassVar[list[str]] = []
+
+    async def start(self) -> None:
+        await asyncio.sleep(0.3)
+        self.done.append("started")
+
+    async def stop(self) -> None:
+        self.done.append("stopped")
+
+
+async def test_what_is_being_started_is_stopped_when_it_is_there(tmp_path: Path) -> None:
+    house = make_house(GatewaySettings(data=tmp_path), cast(Bus, None), "g")
+    house.make_runtime = Thorough
+    preparation = preparing.Preparation(house, cast(SessionQueued, None), "s.1", "KEY")
+    starting = spawn(preparation._started(RuntimeSpec("local", "s.1", tmp_path)), name="starting")
+    await asyncio.sleep(0.05)
+    await cancel_and_wait(starting)
+    await preparation.stop()
+    assert Thorough.done == ["started", "stopped"]
 
 
 class Dying(LocalRuntime):
