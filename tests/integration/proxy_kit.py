@@ -162,7 +162,8 @@ def user(text: str) -> dict[str, Any]:
 
 
 def settings(model_dir: Path, bus_url: str, data: Path, *urls: str, **more: Any) -> ProxySettings:
-    chosen: dict[str, Any] = {"proxy_engines": urls, "log_level": "warning"} | more
+    # Refusals are waited for where they are tested.
+    chosen: dict[str, Any] = {"proxy_engines": urls, "log_level": "warning", "proxy_wait_s": 0} | more
     return ProxySettings(data=data, nats=bus_url, secret=SECRET, proxy_model_dir=model_dir, **chosen)
 
 

@@ -158,6 +158,40 @@ async def test_draining_refuses_new_calls_and_finishes_running_ones(
         assert proxy.engine.calls[0] == "/pause?mode=wait"
 
 
+async def test_calls_wait_for_an_update_or_a_start_and_are_sampled_then(
+    model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
+) -> None:
+    """Some programs try again for a few seconds only."""
+    engine = ScriptedEngine(model_dir)
+    await engine.start()
+    port = int(engine.url.rpartition(":")[2])
+    more: dict[str, Any] = {"proxy_drain": True, "proxy_health_s": 0.1, "proxy_wait_s": 20}
+    try:
+        async with kit(model_dir, nats_server.url, bus, tmp_path, engine, **more) as proxy:
+            engine.loading = asyncio.Event()
+            await bus.once(published(1))
+            while "/collective_rpc" not in engine.calls:
+                await asyncio.sleep(0.01)
+            waiting = asyncio.ensure_future(proxy.chat([user("meanwhile")], stream=True))
+            left = asyncio.ensure_future(proxy.chat([user("left")]))
+            await asyncio.sleep(1)
+            left.cancel()
+            await asyncio.sleep(0.3)
+            assert not waiting.done() and not engine.journal
+            engine.loading.set()
+            assert (await waiting).status_code == 200
+            await engine.stop()
+            await asyncio.sleep(0.3)
+            waiting = asyncio.ensure_future(proxy.chat([user("later")]))
+            await asyncio.sleep(0.5)
+            await engine.start(port)
+            assert (await waiting).status_code == 200
+            assert [r.event.policy_seq for r in await proxy.captured()] == [1, 1]
+            assert proxy.proxy.service is not None and proxy.proxy.service.count_running == 0
+    finally:
+        await engine.stop()
+
+
 async def test_an_engine_that_is_later_than_the_proxy_is_found_and_gets_what_was_published(
     model_dir: Path, nats_server: NatsServer, bus: Bus, tmp_path: Path
 ) -> None:

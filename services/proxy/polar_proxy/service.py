@@ -149,6 +149,12 @@ class ProxyService:
             raise RequestError("one choice per stream", path="n")
 
     async def _admitted(self, exchange: Exchange, dialect: Dialect, session: Session, request: ChatRequest) -> None:
+        name = (session.key.session, session.key.attempt)
+
+        def over() -> bool:
+            return exchange.gone or self.draining or self.seals.sealed(*name)
+
+        await self.pool.there(self.settings.proxy_wait_s, over)
         request = without_hidden(await self._expanded(session, request))
         renderer = self.renderers.by(session.key.sampling.thinking)
         decision = await self._decide(session, request)
@@ -165,7 +171,6 @@ class ProxyService:
             made = replace(made, native=replace(made.native, images=urls), pictures=self.image_format)
         replica = self.pool.pick(f"{session.key.session}.{session.key.attempt}.{request.hints.agent}")
         call = self._call(exchange, dialect, session, made, renderer, replica)
-        name = (session.key.session, session.key.attempt)
         self.running.setdefault(name, set()).add(call)
         self.sweeper.add(exchange, lambda: call.interrupt("client_gone"))
         try:

@@ -67,6 +67,8 @@ class ProxySettings(HouseSettings):
     """An engine that sends nothing for this long is taken for dead."""
     proxy_health_s: Annotated[float, Field(gt=0)] = 2.0
     """Between two health checks of a replica."""
+    proxy_wait_s: Annotated[float, Field(ge=0)] = 30.0
+    """A call waits so long for an engine that is being updated or started; then it is 429 or 503."""
     proxy_drain: bool = False
     """Weight updates wait for running generations instead of swapping under them."""
     proxy_sessions: Annotated[int, Field(ge=1)] = 4096

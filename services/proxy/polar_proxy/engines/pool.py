@@ -7,8 +7,9 @@ leave and come back by themselves; a replica that drains for a weight update tak
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -21,6 +22,7 @@ from .base import Capabilities, Engine
 __all__ = ["Pool", "Replica"]
 
 _STICKY = 16_384
+_LOOK_S = 0.05
 _PROBE_S = 60.0
 """A real engine's first token after its start takes a while."""
 _log = structlog.get_logger(__name__)
@@ -116,6 +118,12 @@ class Pool:
         if len(self._sticky) > _STICKY:
             self._sticky.popitem(last=False)
         return chosen
+
+    async def there(self, patience_s: float, given_up: Callable[[], bool]) -> None:
+        """Wait for a replica that takes calls: harnesses try again for a few seconds only."""
+        deadline = time.monotonic() + patience_s
+        while not any(r.usable for r in self.replicas) and time.monotonic() < deadline and not given_up():
+            await asyncio.sleep(_LOOK_S)
 
     @property
     def capabilities(self) -> Capabilities | None:
