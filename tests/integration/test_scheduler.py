@@ -12,8 +12,17 @@ import pytest
 from ingest_fakes import Edge, FakeHouse, Play, jitter, start_edge, task, until
 
 from polar_common import subjects
-from polar_common.bus import Bus
-from polar_common.events import GroupClosed, PolicyActivated, PolicyPublished, SessionFailed, TrainerDemanded
+from polar_common.bus import Bus, Published
+from polar_common.errors import Unavailable
+from polar_common.events import (
+    GroupClosed,
+    PolicyActivated,
+    PolicyPublished,
+    SessionEvent,
+    SessionFailed,
+    SessionQueued,
+    TrainerDemanded,
+)
 from polar_common.nats_server import NatsServer
 from polar_common.topology import events_stream
 from polar_ingest.domain import CloseGroup, Queue
@@ -276,7 +285,32 @@ async def test_a_small_run_isnt_stuck_behind_a_big_one(nats_server: NatsServer, 
         await until(lambda: closed(bus, 1))
     [first] = (await groups(bus))[:1]
     assert first.run == "small"
-    assert len(house.claims) < 60
+    released = [s.event.run for s in await bus.read(STREAM, ["polar.events.s1.session.*.1.queued.local"])]
+    # Four were released before it came; then the runs take turns.
+    assert released[:16].count("small") == 6, released[:20]
+    await edge.kill()
+
+
+async def test_a_release_that_failed_is_made_again(
+    nats_server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the log doesn't answer for a while: the sessions wait again."""
+    edge = await start_edge(nats_server.url)
+    transition, refused = edge.bus.transition, 0
+
+    async def failing(event: SessionEvent, after: int) -> Published:
+        nonlocal refused
+        if isinstance(event, SessionQueued) and refused < 3:
+            refused += 1
+            raise Unavailable("no answer")
+        return await transition(event, after)
+
+    monkeypatch.setattr(edge.bus, "transition", failing)
+    await submit(edge, task("t", samples=3))
+    house = FakeHouse(bus)
+    async with house.open():
+        await until(lambda: closed(bus, 1))
+    assert refused == 3 and len(house.claims) == 3
     await edge.kill()
 
 

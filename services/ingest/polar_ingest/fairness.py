@@ -27,13 +27,15 @@ class _Waiting:
     """One task's sessions that wait, in order."""
 
     task: str
+    run: str
     key: _Key
+    opened: bool
     sessions: deque[str] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class _Run:
-    """One run's waiting tasks: `fresh` ones have released nothing yet."""
+    """One run's waiting tasks: `fresh` ones have released nothing yet (or stand among the opened ones as well)."""
 
     name: str
     fresh: list[tuple[_Key, str]] = field(default_factory=list)
@@ -52,13 +54,20 @@ class FairQueue:
     def push(self, run: str, task: str, session: str, *, priority: int, order: int, opened: bool = False) -> None:
         """Add a session; `order` is its task's place in the log."""
         if (waiting := self._tasks.get(task)) is None:
-            waiting = self._tasks[task] = _Waiting(task, (-priority, order))
+            waiting = self._tasks[task] = _Waiting(task, run, (-priority, order), opened)
             owner = self._runs.get(run)
             if owner is None:
                 owner = self._runs[run] = _Run(run)
                 self._ring.append(run)
             heapq.heappush(owner.opened if opened else owner.fresh, (waiting.key, task))
         waiting.sessions.append(session)
+
+    def open(self, task: str) -> None:
+        """A session of the task was released, here or elsewhere."""
+        waiting = self._tasks.get(task)
+        if waiting is not None and not waiting.opened:
+            waiting.opened = True
+            heapq.heappush(self._runs[waiting.run].opened, (waiting.key, task))
 
     def take(
         self, count: int, *, is_waiting: Callable[[str], bool], may_open: Callable[[str], bool] = lambda _: True
@@ -77,7 +86,7 @@ class FairQueue:
             if run.deficit < 1:
                 run.deficit += self._quantum(head)
             while run.deficit >= 1 and len(taken) < count and head is not None:
-                taken.append(self._pop(run, head))
+                taken.append(self._pop(head))
                 run.deficit -= 1
                 head = self._head(run, is_waiting, may_open)
             if head is None:
@@ -111,16 +120,16 @@ class FairQueue:
     def _first(self, heap: list[tuple[_Key, str]], is_waiting: Callable[[str], bool]) -> _Waiting | None:
         """The first task with a session that still waits; what doesn't is dropped."""
         while heap:
-            waiting = self._tasks[heap[0][1]]
-            while waiting.sessions and not is_waiting(waiting.sessions[0]):
-                waiting.sessions.popleft()
-            if waiting.sessions:
-                return waiting
+            waiting = self._tasks.get(heap[0][1])
+            if waiting is not None:
+                while waiting.sessions and not is_waiting(waiting.sessions[0]):
+                    waiting.sessions.popleft()
+                if waiting.sessions:
+                    return waiting
+                del self._tasks[waiting.task]
             heapq.heappop(heap)
-            del self._tasks[waiting.task]
         return None
 
-    def _pop(self, run: _Run, waiting: _Waiting) -> str:
-        if run.fresh and run.fresh[0][1] == waiting.task:
-            heapq.heappush(run.opened, heapq.heappop(run.fresh))
+    def _pop(self, waiting: _Waiting) -> str:
+        self.open(waiting.task)
         return waiting.sessions.popleft()

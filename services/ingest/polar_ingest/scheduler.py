@@ -233,7 +233,7 @@ class Scheduler:
         if self.headroom.short:
             return []
         picked = (self.world.sessions[s] for s in release(self.world, self._rules))
-        return [partial(self._release, s.id, s.seq) for s in picked if s.cancel is None]
+        return [partial(self._release, s.id, s.seq) for s in picked]
 
     # -- publishing
 

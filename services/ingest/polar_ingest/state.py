@@ -231,6 +231,8 @@ class World:
         if not task.opened:
             task.opened = True
             self.demands.open[task.run] += not task.closed
+            if (queue := self.queues.get(session.work_class)) is not None:
+                queue.open(task.id)
 
     def _moved(self, session: Session, before: str) -> None:
         after = session.bucket
@@ -329,7 +331,9 @@ class World:
 
     def is_waiting(self, session: str) -> bool:
         entry = self.sessions.get(session)
-        return entry is not None and entry.bucket == "waiting" and not entry.frozen
+        if entry is None or entry.cancel is not None or entry.poison or entry.frozen:
+            return False
+        return entry.bucket == "waiting"
 
     def live_sessions(self, run: str) -> list[Session]:
         """The run's sessions still remembered."""

@@ -57,6 +57,67 @@ def test_an_idle_run_saves_no_credit() -> None:
     assert runs_of(queue.take(20, is_waiting=everybody)) == {"a": 10, "b": 10}
 
 
+def test_a_fraction_of_a_share_isnt_lost() -> None:
+    """Five steps of priority are 1.41 times the share."""
+    queue = filled({"a": (500, 5), "b": (500, 0)})
+    assert runs_of(queue.take(241, is_waiting=everybody)) in ({"a": 141, "b": 100}, {"a": 142, "b": 99})
+
+
+def test_newcomers_dont_overtake_who_waits() -> None:
+    queue = filled({"a": (100, 0)})
+    taken: list[str] = []
+    for i in range(20):
+        queue.push(f"new{i}", f"new{i}-0", f"new{i}-0-0", priority=0, order=1000 + i)
+        taken += queue.take(1, is_waiting=everybody)
+    assert [n for n, session in enumerate(taken) if session.startswith("a-")] == [0, 2, 5, 9, 14]
+
+
+def test_runs_that_have_nothing_to_give_hold_up_no_other() -> None:
+    """Neither those whose sessions are all gone nor those whose groups may not open, wherever they stand."""
+    for many in (1, 3):
+        queue = FairQueue()
+        for i in range(many):
+            queue.push(f"gone{i}", f"gone{i}-0", f"gone{i}-0-0", priority=0, order=i)
+        for i in range(many):
+            queue.push(f"held{i}", f"held{i}-0", f"held{i}-0-0", priority=0, order=10 + i)
+        for i in range(10):
+            queue.push("a", "a-0", f"a-0-{i}", priority=0, order=99)
+        some = queue.take(10, is_waiting=lambda s: "gone" not in s, may_open=lambda task: "held" not in task)
+        assert runs_of(some) == {"a": 10}
+
+
+def test_a_run_that_may_not_go_on_saves_no_credit() -> None:
+    """Beside a run of next to no weight, another's turn is long; what is left of it when it is held is lost."""
+    queue = FairQueue()
+    for i in range(100):
+        queue.push("a", f"a-{i}", f"a-{i}-0", priority=0, order=i)
+    queue.push("light", "light-0", "light-0-0", priority=-60, order=1000)
+    assert queue.take(1, is_waiting=everybody, may_open=lambda task: task == "a-0") == ["a-0-0"]
+    assert queue.take(1, is_waiting=everybody, may_open=lambda task: task == "light-0") == ["light-0-0"]
+    for i in range(100):
+        queue.push("b", f"b-{i}", f"b-{i}-0", priority=0, order=2000 + i)
+    assert runs_of(queue.take(20, is_waiting=everybody)) == {"a": 10, "b": 10}
+
+
+def test_what_couldnt_be_released_waits_again() -> None:
+    queue = FairQueue()
+    queue.push("r", "x", "x0", priority=0, order=2)
+    assert queue.take(9, is_waiting=everybody) == ["x0"]
+    assert queue.take(9, is_waiting=everybody) == []
+    queue.push("r", "x", "x0", priority=0, order=2, opened=True)
+    queue.push("r", "w", "w0", priority=0, order=1)
+    assert queue.take(9, is_waiting=everybody, may_open=lambda task: task == "w") == ["x0", "w0"]
+
+
+def test_an_urgent_task_goes_before_what_is_left_of_an_opened_one() -> None:
+    queue = FairQueue()
+    for i in range(2):
+        queue.push("r", "x", f"x{i}", priority=0, order=1)
+    assert queue.take(1, is_waiting=everybody) == ["x0"]
+    queue.push("r", "y", "y0", priority=1, order=2)
+    assert queue.take(2, is_waiting=everybody) == ["y0", "x1"]
+
+
 def test_within_a_run_urgent_tasks_first_and_opened_groups_are_finished() -> None:
     queue = FairQueue()
     for task, priority, order in (("x", 0, 1), ("y", 0, 2), ("z", 5, 3)):
@@ -147,6 +208,43 @@ def test_full_postrun_stops_release_and_infra_faults_dont_count() -> None:
     log.evaluate(first)
     log.end(first)
     assert len(released(log)) == 2
+
+
+def test_a_tasks_priority_counts_among_runs_and_within_one() -> None:
+    log = MemoryLog(Rules(release_ahead=6))
+    log.accept("calm", run="a", samples=9)
+    urgent = log.accept("urgent", run="a", samples=2, priority=10)
+    log.accept("other", run="b", samples=9)
+    some = released(log)
+    assert some[:2] == list(urgent.sessions)
+    assert Counter(log.world.tasks[log.world.sessions[s].task].run for s in some) == {"a": 4, "b": 2}
+
+
+def test_a_session_that_was_cancelled_or_poisoned_is_never_released() -> None:
+    log = MemoryLog()
+    task = log.accept("a", samples=3)
+    log.cancel(log.session(task, 0))
+    log.world.poison(task.sessions[1], "a hole")
+    assert released(log) == [task.sessions[2]]
+
+
+def test_a_group_opened_before_a_restart_isnt_held_up_by_one_that_may_not_open() -> None:
+    """A scheduler that folds the log, or follows another's decisions, knows which groups are open."""
+    log = MemoryLog(Rules(obey_demand=True, release_ahead=1))
+    low = log.accept("low", samples=3)
+    demand(log, 0, 1)
+    assert released(log) == [low.sessions[0]]
+    log.accept("high", priority=9)
+    log.claim(log.session(low))
+    again = MemoryLog(log.rules)
+    for event in log.events:
+        again.put(event)
+    assert released(again) == [low.sessions[1]]
+    again.claim(again.session(low, 1))
+    [last] = release(again.world, again.rules)
+    # It couldn't be published.
+    again.world.wait(again.world.sessions[last])
+    assert released(again) == [low.sessions[2]]
 
 
 def demand(log: MemoryLog, number: int, groups: int, trainer: str = "t", run: str = "", staleness: int = 1) -> None:
