@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from log_kit import lived
@@ -62,5 +63,13 @@ def test_who_may_not_is_told_at_once(guarded: NatsServer, command: str, what: st
     assert seconds < plain + 4, "that is less than any request waits for"
 
 
-def test_who_may_is_not_hindered(guarded: NatsServer) -> None:
+def test_who_may_is_not_hindered(guarded: NatsServer, tmp_path: Path) -> None:
+    """Every command as the user that `polar up` gives it."""
+    for command in (
+        "verify", "dlq list", "ledger", "log segments", f"log export {tmp_path / 's1'}", "build list",
+        "replay --build again --processes 0", "replay --build more --processes 1 --rules per_request",
+        "build show again", "build diff live again", f"export {tmp_path / 't.jsonl'}",
+    ):  # fmt: skip
+        assert "forbids" not in said(guarded, TOOLS, *command.split(), code=0)[0]
     assert "forbids" not in said(guarded, ADMIN, "build", "drop", "nothing", code=2)[0]
+    said(guarded, ADMIN, "build", "drop", "again", code=0)
