@@ -14,12 +14,21 @@ from tests.integration import gateway_kit as kit
 
 from polar_common.bus import Bus
 from polar_common.errors import Unavailable
-from polar_common.events import SessionCancelled, SessionClaimed, SessionExited, SessionLost, SessionSealed, now
+from polar_common.events import (
+    SessionCancelled,
+    SessionClaimed,
+    SessionEvent,
+    SessionExited,
+    SessionLost,
+    SessionSealed,
+    now,
+)
 from polar_common.ids import new_id
 from polar_common.nats_server import NatsServer, free_port
 from polar_gateway import reaper
 from polar_gateway.attempt import Attempt
 from polar_gateway.handlers import Gateway
+from polar_gateway.ledger import SessionLedger
 from polar_gateway.reaper import reap_once
 from polar_runtime.ledger import Ledger
 from polar_runtime.process import Process
@@ -52,6 +61,34 @@ async def test_a_claimed_attempt_is_never_run_again(bus: Bus, tmp_path: Path, se
         state = await kit.over(bus, session, 2)
     second = state.attempts[2].exited
     assert second is not None and second.fault == "none"
+
+
+@pytest.mark.parametrize("first", ["claimed", "cancelled"])
+async def test_who_comes_second_with_its_claim_looks_again(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    try_once = SessionLedger.try_once
+
+    async def late(self: SessionLedger, event: SessionEvent) -> bool:
+        monkeypatch.setattr(SessionLedger, "try_once", try_once)
+        if first == "claimed":
+            await history(bus, session, claimed(session))
+        else:
+            await kit.cancel(bus, session)
+        return await try_once(self, event)
+
+    monkeypatch.setattr(SessionLedger, "try_once", late)
+    session = await kit.release(bus, kit.script("true"))
+    async with kit.gateway(bus, kit.settings(tmp_path)) as gateway:
+        next_one = await kit.release(bus, kit.script("true", name="next"))
+        await kit.over(bus, next_one)
+        assert await kit.idle(gateway)
+        attempt = (await kit.load(bus, session)).attempts[1]
+    assert attempt.exited is None
+    if first == "claimed":
+        assert attempt.claimed is not None and attempt.claimed.gateway == "old" and attempt.lost is not None
+    else:
+        assert attempt.claimed is None
 
 
 async def test_after_exited_only_postrun_is_resumed(bus: Bus, tmp_path: Path) -> None:
