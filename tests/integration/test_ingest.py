@@ -222,6 +222,25 @@ async def test_racing_requests_dont_overfill_the_queue(nats_server: NatsServer, 
     await edge.kill()
 
 
+async def test_who_submits_is_answered_when_the_queue_counts_it(
+    nats_server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the fold is behind: nobody gets its place meanwhile, and the run is known to who asks next."""
+    edge = await start_edge(nats_server.url, ingest_queue_bound=2)
+    fold, late = edge.scheduler._fold, []
+    monkeypatch.setattr(edge.scheduler, "_fold", late.append)
+    first = asyncio.ensure_future(edge.client.post("/v1/tasks?run=r", json=task("a", samples=2)))
+    await until(lambda: len(late) == 3)
+    assert (await edge.client.post("/v1/tasks?run=r", json=task("b"))).status_code == 429
+    assert not first.done()
+    monkeypatch.setattr(edge.scheduler, "_fold", fold)
+    for message in late:
+        fold(message)
+    assert (await first).status_code == 202
+    assert (await edge.client.get("/v1/runs/r")).json()["sessions"] == 2
+    await edge.kill()
+
+
 async def test_a_token_is_asked_for_where_one_is_set(nats_server: NatsServer, bus: Bus) -> None:
     edge = await start_edge(nats_server.url, token="s3cret")
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
