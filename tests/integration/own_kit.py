@@ -41,6 +41,15 @@ class Nothing(Nameless):
         return None  # type: ignore[return-value]
 
 
+class Ending(Nameless):
+    """As a script ends itself."""
+
+    name = "ending"
+
+    def launch(self, ctx: LaunchContext) -> Launch:
+        raise SystemExit("no licence")
+
+
 class Numbers(Nameless):
     name = "numbers"
 
@@ -64,11 +73,18 @@ class Silent(Short):
         return None  # type: ignore[return-value]
 
 
+class Leaving(Short):
+    name = "leaving"
+
+    def classify_exit(self, exit_code: int, output_tail: str) -> Exit:
+        raise SystemExit(exit_code)
+
+
 class Judge(Evaluator):
     """Returns what the task's arguments say."""
 
     name = "judge"
-    known_args = frozenset({"returns", "check"})
+    known_args = frozenset({"returns", "check", "ends"})
     returned: tuple[Any, ...] = (
         None, {"passed": True}, Verdict(True, float("nan")), Verdict(True, "1"),  # type: ignore[arg-type]
         Verdict(True, trace_rewards={"c": float("inf")}), Verdict(True, details={"x": object()}),
@@ -78,6 +94,8 @@ class Judge(Evaluator):
     def check(self, spec: Any) -> None:
         if spec.args.get("check"):
             raise KeyError("boom")
+        if spec.args.get("ends"):
+            raise SystemExit(1)
 
     async def evaluate(self, case: Case) -> Verdict:
         return self.returned[case.spec.args["returns"]]  # type: ignore[no-any-return]

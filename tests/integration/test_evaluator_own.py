@@ -17,12 +17,17 @@ pytestmark = pytest.mark.nats
 OWN = "tests.integration.own_kit:Judge"
 
 
-@pytest.mark.parametrize("args", [{"returns": 0}, {"returns": 2}, {"check": True}])
+@pytest.mark.parametrize("args", [{"returns": 0}, {"returns": 2}, {"check": True}, {"ends": True}])
 async def test_a_defect_is_told_and_is_no_reward(bus: Bus, tmp_path: Path, args: dict[str, Any]) -> None:
     async with evaluator(bus, tmp_path):
         found = await evaluated(bus, await ended(bus, task({"kind": OWN, "args": args}), answer=b"x"), timeout=60)
     assert (found.outcome, found.reward, found.details["cause"]) == ("infra_error", None, "evaluator")
-    told = {"returns0": "a NoneType and not a Verdict", "returns2": "no finite number", "checkTrue": "boom"}
+    told = {
+        "returns0": "a NoneType and not a Verdict",
+        "returns2": "no finite number",
+        "checkTrue": "boom",
+        "endsTrue": "SystemExit",
+    }
     assert told["".join(f"{k}{v}" for k, v in args.items())] in found.detail
 
 

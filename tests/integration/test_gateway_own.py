@@ -16,7 +16,7 @@ pytestmark = pytest.mark.nats
 OWN = "tests.integration.own_kit"
 
 
-@pytest.mark.parametrize("name", ["Short", "Silent"])
+@pytest.mark.parametrize("name", ["Short", "Silent", "Leaving"])
 async def test_an_adapter_without_a_version_or_a_word_runs(bus: Bus, tmp_path: Path, name: str) -> None:
     spec = TaskSpec(id="t", instruction="do", harness=HarnessSpec(name=f"{OWN}:{name}"))
     async with kit.gateway(bus, kit.settings(tmp_path)):
@@ -33,6 +33,7 @@ async def test_an_adapter_without_a_version_or_a_word_runs(bus: Bus, tmp_path: P
         (f"{OWN}:Unversioned", "no `version`"),
         (f"{OWN}:Unmade", "told"),
         (f"{OWN}:Nothing", "a NoneType and not a Launch"),
+        (f"{OWN}:Ending", "no licence"),
         (f"{OWN}:Numbers", "argv"),
         (f"{OWN}:Mixed", "env"),
         ("own_unreadable:X", "SyntaxError"),

@@ -151,8 +151,8 @@ async def _asked(evaluator: Evaluator, case: Case) -> Verdict:
         verdict = await evaluator.evaluate(case)
     except PolarError:
         raise
-    except Exception as error:
-        # A user's own evaluator may raise anything; that says nothing about the agent.
+    except (Exception, SystemExit) as error:
+        # A user's own evaluator may raise anything, and scripts end themselves; that says nothing about the agent.
         raise EvaluationError(f"{case.spec.kind}: {error!r}") from error
     if wrong := unusable(verdict):
         raise EvaluationError(f"{case.spec.kind} returned {wrong}")

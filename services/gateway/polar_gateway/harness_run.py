@@ -98,7 +98,7 @@ def _says(harness: Harness, code: int, tail: str) -> HarnessSays:
         if not isinstance(told, Exit) or told.kind not in ("finished", "budget_exhausted", "harness_error"):
             raise TypeError(f"{told!r} isn't an Exit")
         return HarnessSays(told.kind, str(told.reason))
-    except Exception as error:
-        # A user's own adapter may raise anything; the exit code still says enough.
+    except (Exception, SystemExit) as error:
+        # A user's own adapter may raise anything, and scripts end themselves; the exit code still says enough.
         _log.warning("classify_exit failed", harness=harness.name, error=repr(error))
         return HarnessSays("finished" if code == 0 else "harness_error", f"ended with {code}")

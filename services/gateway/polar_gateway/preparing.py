@@ -188,8 +188,9 @@ class Preparation:
             launch = harness.launch(context)
         except PolarError:
             raise
-        except Exception as error:
-            # A user's own adapter may raise anything; that is the harness's failure, not the gateway's.
+        except (Exception, SystemExit) as error:
+            # A user's own adapter may raise anything, as a script does that ends itself; that is the harness's failure,
+            # not the gateway's.
             raise ConfigError(f"{name}: launch() raised {error!r}", "harness.name") from error
         if wrong := _unlaunchable(launch):
             raise ConfigError(f"{name}: launch() returned {wrong}", "harness.name")
