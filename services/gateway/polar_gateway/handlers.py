@@ -39,7 +39,7 @@ class Gateway:
         if not isinstance(queued, SessionQueued):
             raise Poison(f"{lease.stored.subject} holds a {queued.kind}")
         ledger = SessionLedger(self.house.bus, queued.session, queued.attempt)
-        state = await ledger.load(at_least=lease.stored.sequence)
+        state = await ledger.load()
         with Place() as place:
             what = disposition(state, queued.attempt)
             if what == "claim":

@@ -34,10 +34,10 @@ class SessionLedger:
         self.silent = False
         """Set when the lease is lost: nothing is published any more."""
 
-    async def load(self, at_least: int = 0) -> SessionState:
-        """Read the session, at least up to the leader's last fact and up to sequence `at_least`."""
+    async def load(self) -> SessionState:
+        """Read the session, at least up to the leader's last fact."""
         newest = await self._bus.last(subjects.session_filter(self.session))
-        wanted = max(at_least, newest.sequence if newest else 0)
+        wanted = newest.sequence if newest else 0
         stored = await self._bus.read_session(self.session, completions=False, at_least=wanted)
         self.state = fold(self.session, stored)
         return self.state
