@@ -140,6 +140,11 @@ def test_mcp_servers_reach_each_harness_in_its_own_form() -> None:
     assert codex["mcp_servers"] == _MCP
     assert codex["model_providers"]["polar"]["base_url"] == f"{BASE}/v1"
     assert codex["features"] == {"plugins": False, "apps": False}
+    # It names settings that it doesn't know in every session's output, as an error.
+    assert {k for k, v in codex.items() if not isinstance(v, dict)} == {
+        "model", "model_provider", "model_context_window", "approval_policy", "sandbox_mode",
+        "check_for_update_on_startup",
+    }  # fmt: skip
     for name, path in (("qwen_code", ".qwen/settings.json"), ("gemini_cli", ".gemini/settings.json")):
         settings = json.loads(launch(name, args={"mcp_servers": _MCP}).files[f"/home/agent/{path}"])
         assert settings["mcpServers"] == _MCP

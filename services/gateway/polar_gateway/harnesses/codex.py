@@ -49,7 +49,6 @@ class Codex(Harness):
                 "model": ctx.model,
                 "model_provider": "polar",
                 "model_context_window": ctx.context_window,
-                "model_max_output_tokens": ctx.max_tokens_per_call,
                 "approval_policy": "never",
                 "sandbox_mode": "danger-full-access",
                 "check_for_update_on_startup": False,
