@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tests.integration import gateway_kit as kit
 
-from polar_common.bus import Bus
+from polar_common.bus import Bus, Lease
 from polar_common.errors import Unavailable
 from polar_common.events import (
     SessionCancelled,
@@ -28,7 +28,9 @@ from polar_common.nats_server import NatsServer, free_port
 from polar_gateway import reaper
 from polar_gateway.attempt import Attempt
 from polar_gateway.handlers import Gateway
+from polar_gateway.house import make_house
 from polar_gateway.ledger import SessionLedger
+from polar_gateway.pools import Place
 from polar_gateway.reaper import reap_once
 from polar_runtime.ledger import Ledger
 from polar_runtime.process import Process
@@ -165,6 +167,37 @@ async def test_who_lost_its_lease_publishes_nothing_more_even_where_it_was_cance
         attempt.interrupt("lost")
         assert await kit.idle(gateway)
         assert kit.names(await kit.load(bus, session))[-1] == "running"
+
+
+async def test_a_lost_lease_ends_the_attempt_though_its_cancellation_is_swallowed(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases: list[Lease] = []
+    run = Gateway._run
+
+    async def noted(self: Gateway, attempt: Attempt, place: Place, lease: Lease) -> None:
+        leases.append(lease)
+        await run(self, attempt, place, lease)
+
+    monkeypatch.setattr(Gateway, "_run", noted)
+    async with kit.gateway(bus, kit.settings(tmp_path)) as gateway:
+        session = await kit.release(bus, kit.script("sleep 300"))
+        await kit.phase(bus, session, "running")
+        leases[0].lost.set()
+        assert await kit.idle(gateway)
+        assert kit.names(await kit.load(bus, session))[-1] == "running"
+
+
+async def test_what_another_has_settled_is_settled(bus: Bus, tmp_path: Path) -> None:
+    session = await kit.release(bus, kit.script("true"))
+    await history(bus, session, claimed(session))
+    ledger = SessionLedger(bus, session, 1)
+    queued = (await ledger.load()).attempts[1].queued
+    assert queued is not None
+    await history(bus, session, SessionLost(session=session, attempt=1, detail="by another"))
+    await Gateway(make_house(kit.settings(tmp_path), bus, "g"))._settle(ledger, queued, "lose")
+    lost = (await kit.load(bus, session)).attempts[1].lost
+    assert lost is not None and lost.detail == "by another"
 
 
 async def test_a_cancel_that_the_follower_missed_is_seen_at_the_next_event(

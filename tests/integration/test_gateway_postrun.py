@@ -96,7 +96,7 @@ async def test_an_end_that_takes_long_is_brought_about_and_told(bus: Bus, tmp_pa
         state = await kit.over(bus, session)
     exited, artifacts = state.attempts[1].exited, state.attempts[1].artifacts
     assert exited is not None and artifacts is not None
-    assert (exited.cancelled, exited.exit_code) == (True, 137)
+    assert (exited.cancelled, exited.exit_code, exited.fault, exited.cause) == (True, 137, "none", "")
     assert await body(bus, artifacts.answer) == b"said\n"
 
 

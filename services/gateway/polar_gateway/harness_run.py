@@ -73,7 +73,7 @@ async def judged(
         exit_code=code,
         timed_out=why == "timeout",
         exhausted=end.exhausted,
-        broken=str(end.fault) if end.fault is not None and not unavailable else "",
+        broken=str(end.fault) if end.fault is not None else "",
         unavailable=str(end.fault) if unavailable else "",
         refused=end.refused,
         completions=await has_completion(bus, queued.session, queued.attempt),

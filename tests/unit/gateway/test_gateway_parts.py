@@ -80,6 +80,20 @@ async def test_a_full_stage_pushes_back() -> None:
     assert (first.free, second.free) == (1, 1)
 
 
+async def test_a_place_that_was_given_up_is_told_and_is_first_his_who_waits() -> None:
+    pool, told = Pool("init", 1), list[int]()
+    pool.on_free = lambda: told.append(pool.free)
+    with Place() as ahead, Place() as behind:
+        await ahead.move(pool)
+        waiting = spawn(behind.move(pool), name="waiting")
+        await asyncio.sleep(0.01)
+        pool.leave()
+        assert told == [0]
+        await waiting
+        ahead._pool = None
+    assert told == [0, 1]
+
+
 async def test_who_waits_for_a_place_gets_it_in_turn() -> None:
     pool, order = Pool("running", 1), list[int]()
 
