@@ -7,6 +7,7 @@ wouldn't choose, so that only ids carried over verbatim can make a later prompt 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -176,7 +177,8 @@ class ScriptedEngine:
         return web.json_response({"version": "0.0-scripted", **({"engine": "polar"} if self.local else {})})
 
     async def _weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version if self.names_version else None})
+        told = {"weight_version": self.version if self.names_version else None}
+        return web.json_response(told | {"weights_sha256": hashlib.sha256(self.version.encode()).hexdigest()})
 
     async def _is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,21 @@ async def test_published_weights_are_loaded_and_stamped(proxy: Kit) -> None:
     assert before.policy_seq == 0 and before.kv_salt == "v0" and before.versions[0].version == "v0"
     assert after.policy_seq == 1 and after.kv_salt == "step-1" and after.versions[0].version == "step-1"
     assert after.engine.weights_hash == "ab" * 32
+
+
+async def test_the_hash_of_weights_is_never_that_of_others(proxy: Kit) -> None:
+    """A trainer need not name it; the engine may."""
+    unnamed = published(1).model_copy(update={"weights_hash": ""})
+    await proxy.bus.once(unnamed)
+    await activated(proxy.bus)
+    await asyncio.sleep(0.1)
+    await proxy.told([user("once")])
+    proxy.engine.version = "v0"
+    await proxy.told([user("started again")])
+    while (await proxy.chat([user("loaded again")])).status_code != 200:
+        await asyncio.sleep(0.05)
+    told = [r.event.engine.weights_hash for r in await proxy.captured()]
+    assert told[0] == told[2] == hashlib.sha256(b"step-1").hexdigest()
 
 
 async def test_a_call_that_spans_a_swap_has_two_versions_and_the_older_number(proxy: Kit) -> None:

@@ -122,7 +122,9 @@ class Weights:
                 raise EngineDown("nobody knows where they are", 503)
             await replica.engine.update_weights(event.weights, event.version, drain=self._drain)
             _log.warning("weights loaded again", replica=replica.engine.replica, version=event.version, instead_of=has)
+        self._hash(replica)
         replica.unsure, replica.trouble = False, ""
+        await self._ask(replica)
 
     async def _bury(self, stored: Stored, error: Poison) -> None:
         try:
@@ -147,9 +149,22 @@ class Weights:
             replica.swaps += (event.version, event.policy_seq) != (replica.version, replica.policy_seq)
             replica.version, replica.policy_seq = event.version, event.policy_seq
             replica.seq_of[event.version] = event.policy_seq
-            published = self._published.get(event.version)
-            if published is not None and published.weights_hash:
-                replica.weights_hash = published.weights_hash
+            self._hash(replica)
+
+    def _hash(self, replica: Replica) -> None:
+        """The hash of `version`: the trainer's word, or the engine's where it was asked since; else unknown."""
+        published, found = self._published.get(replica.version), replica.capabilities
+        asked = found.weights_hash if found is not None and found.weights_version == replica.version else ""
+        replica.weights_hash = (published.weights_hash if published is not None else "") or asked
+
+    async def _ask(self, replica: Replica) -> None:
+        """Where the trainer named no hash, the engine may."""
+        if not replica.weights_hash:
+            try:
+                replica.capabilities = await replica.engine.capabilities()
+            except EngineError as error:
+                _log.warning("an engine doesn't tell its weights", replica=replica.engine.replica, error=str(error))
+            self._hash(replica)
 
     async def work(self, replica: Replica, stop: asyncio.Event) -> None:
         """Update one replica whenever its lease is ours."""
@@ -195,6 +210,7 @@ class Weights:
         await self._bus.once(told)
         self._activated(told)
         replica.unsure, replica.trouble = False, ""
+        await self._ask(replica)
         _log.info("weights activated", replica=told.replica, version=told.version, seconds=told.update_s)
 
     def _foreign(self, replica: Replica, event: PolicyPublished) -> bool:
