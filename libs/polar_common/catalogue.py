@@ -87,7 +87,8 @@ class Catalogue:
             found = await leader_get(self._bus.nc, CATALOGUE, subject)
             told = {} if found is None else _details(found)
             known = f"{told.get('rules')}, hash {str(told.get('rules_hash'))[:12]}"
-            what = f"{build} exists under other rules ({known}): give the new one another name"
+            what = f"{build} exists under other rules ({known}), perhaps an earlier version's"
+            what += ": give the new one another name (POLAR_BUILD names a house's own)"
             raise ConfigError(what, "build") from conflict
 
     async def earlier(self, task: str, segments: Sequence[str]) -> str:

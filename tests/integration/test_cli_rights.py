@@ -14,8 +14,10 @@ import pytest
 from log_kit import lived
 from tests.conftest import own_nats
 
-from polar_common.bus import Bus
+from polar_common.bus import Bus, client
 from polar_common.connection import with_user
+from polar_common.errors import Unavailable
+from polar_common.events import SessionAccepted
 from polar_common.nats_server import NatsServer
 from polar_common.permissions import ADMIN, TOOLS, USERS, authorization, users
 from polar_common.topology import Topology, apply
@@ -73,3 +75,14 @@ def test_who_may_is_not_hindered(guarded: NatsServer, tmp_path: Path) -> None:
         assert "forbids" not in said(guarded, TOOLS, *command.split(), code=0)[0]
     assert "forbids" not in said(guarded, ADMIN, "build", "drop", "nothing", code=2)[0]
     said(guarded, ADMIN, "build", "drop", "again", code=0)
+
+
+async def test_a_publish_that_is_forbidden_is_told_as_that(
+    guarded: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads that are answered beside it spoke of a full disk."""
+    monkeypatch.setattr(client, "_TRIES", 1)
+    bus = await Bus.connect(with_user(guarded.url, TOOLS, PASSWORDS[TOOLS]), "test/tools")
+    with pytest.raises(Unavailable, match=r"no answer to a publish on .*: permissions violation for publish"):
+        await bus.once(SessionAccepted(session="s1-aaaaaaaaaaaaaaaaaaaa-9", attempt=0, index=0, work_class="local"))
+    await bus.close()

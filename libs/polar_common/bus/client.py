@@ -275,7 +275,11 @@ class Bus:
         return BusError(f"{what} has more than {self.nc.max_payload} bytes, more than the server takes")
 
     async def _why_silent(self, subject: str) -> str:
-        """A server whose disk is full answers everything but publishes, until it's started again on a roomier one."""
+        """A server answers no request that it forbids; one whose disk is full answers everything but publishes, until
+        it's started again on a roomier one.
+        """
+        if self._denied is not None and self._denied.done():
+            return f": {self._denied.result()}"
         try:
             await self.last(subject)
         except Unavailable:
