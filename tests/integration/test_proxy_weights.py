@@ -85,6 +85,20 @@ async def test_a_call_that_spans_a_swap_has_two_versions_and_the_older_number(pr
     assert event.policy_seq == 1
 
 
+async def test_a_call_that_began_before_the_first_weights_casts_no_doubt_on_its_engine(proxy: Kit) -> None:
+    spans = [{"version": "v0", "start": 0, "end": 2}, {"version": "step-1", "start": 2, "end": 9}]
+    proxy.engine.say(Say("one two three four", delay_s=0.2, chunk=2, versions=spans))
+    running = asyncio.ensure_future(proxy.told([user("go")], stream=True))
+    await asyncio.sleep(0.1)
+    await proxy.bus.once(published(1))
+    await activated(proxy.bus)
+    await running
+    for _ in range(20):
+        await proxy.told([user("and on")])
+    events = [r.event for r in await proxy.captured()]
+    assert [e.policy_seq for e in events] == [0, *[1] * 20]
+
+
 async def test_overtaken_and_foreign_weights_are_skipped(proxy: Kit) -> None:
     for event in (published(1), published(2), published(3), published(9, model="another")):
         await proxy.bus.once(event)

@@ -60,8 +60,10 @@ class Replica:
             self.unsure = found.weights_version != self.version
 
     def seq(self, version: str, otherwise: int) -> int:
-        """The policy sequence of weights that it says it sampled with; 0 where nobody loaded them."""
-        if version in self.seq_of or not self.policy_seq:
+        """The policy sequence of weights that it says it sampled with; 0 where nobody loaded them. `otherwise`: the one
+        that it had when the call began.
+        """
+        if version in self.seq_of or not (self.policy_seq and otherwise):
             return self.seq_of.get(version, otherwise)
         self.unsure = True
         return 0
