@@ -10,18 +10,18 @@ gradients mean anything here. The original reports 5.39 times for whole training
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from bench.load import Result, arguments, median, report
+from bench.load import Result, arguments, median, report, resident_mb
 from bench.session import LongSession, long_session
 from polar_engine.models import ensure_model
 from polar_reconstructor.build import BuiltTrace, build_session, prepare
@@ -98,17 +98,13 @@ class _Peak:
         return self
 
     def _watch(self) -> None:
-        before = _resident_mb()
+        before = resident_mb(os.getpid())
         while not self._over.wait(0.05):
-            self.mb = max(self.mb, _resident_mb() - before)
+            self.mb = max(self.mb, resident_mb(os.getpid()) - before)
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-
-
-def _resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
 def measure(name: str, sessions: int, turns: int, tokens: int, times: int) -> list[Result]:

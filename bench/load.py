@@ -31,6 +31,7 @@ __all__ = [
     "cpu_seconds",
     "median",
     "report",
+    "resident_mb",
 ]
 
 
@@ -80,6 +81,14 @@ def bench_key(task: str) -> SessionKey:
 def chat_path(key: SessionKey, secret: str) -> str:
     """Where OpenAI Chat is spoken with that key."""
     return f"/s/{sign(key, secret.encode())}/v1/chat/completions"
+
+
+def resident_mb(pid: int) -> float:
+    """Of a process, in megabytes of 10^6 bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise ValueError(f"{pid} has no resident memory")
 
 
 def median(values: Sequence[float]) -> float:

@@ -10,13 +10,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import orjson
 import uvloop
 
-from bench.load import Client, Result, arguments, bench_key, chat_path, report
+from bench.load import Client, Result, arguments, bench_key, chat_path, report, resident_mb
 from bench.models import model_directory
 from bench.proxy import SECRET, WORDS, House, house, said
 from polar_common.bus import Bus
@@ -26,14 +25,6 @@ CLIENTS = 16
 CALLS = 100
 TURNS = 10
 BAR_MB = 50
-
-
-def resident_mb(pid: int) -> float:
-    """Of a process, in megabytes of 10^6 bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise ValueError(f"{pid} has no resident memory")
 
 
 @dataclass

@@ -70,6 +70,15 @@ async def replicated(cluster: NatsCluster, topology: Topology = Topology(replica
     raise RuntimeError("the cluster has no leader")
 
 
+async def either(request: pytest.FixtureRequest, topology: Topology) -> Bus:
+    """A bus on one server, or on the cluster with fresh streams, as the topology says."""
+    if topology.replicas > 1:
+        return await replicated(request.getfixturevalue("nats_cluster"))
+    connected = await Bus.connect(request.getfixturevalue("nats_server").url, "test/bus")
+    await apply(connected.js, topology)
+    return connected
+
+
 @pytest.fixture
 async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
     """A bus on a server with the default topology."""

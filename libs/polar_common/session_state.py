@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from . import subjects
+from .bus.client import Bus
 from .bus.read import Stored
 from .events import (
     BuildReconstructed,
@@ -28,7 +30,7 @@ from .events import (
     SessionSealed,
 )
 
-__all__ = ["Attempt", "SessionState", "fold"]
+__all__ = ["Attempt", "SessionState", "fold", "newest_state"]
 
 
 @dataclass(slots=True)
@@ -119,3 +121,10 @@ def fold(session: str, stored: Iterable[Stored]) -> SessionState:
         if ".completion." not in message.subject:
             state.apply(message.event, message.sequence, message.time)
     return state
+
+
+async def newest_state(bus: Bus, session: str) -> SessionState:
+    """A session, at least up to the last transition that the log's leader has. Raises Unavailable."""
+    newest = await bus.last(subjects.session_filter(session))
+    wanted = newest.sequence if newest is not None else 0
+    return fold(session, await bus.read_session(session, completions=False, at_least=wanted))

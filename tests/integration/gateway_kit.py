@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from polar_common import subjects
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Worker
 from polar_common.errors import RuntimeUnavailable
@@ -34,7 +33,7 @@ from polar_common.events import (
 )
 from polar_common.ids import new_id, session_id, task_id
 from polar_common.packing import BlobRef, pack
-from polar_common.session_state import SessionState, fold
+from polar_common.session_state import SessionState, newest_state
 from polar_common.task_spec import HarnessSpec, TaskSpec
 from polar_common.topology import Topology, consumers, work_consumer
 from polar_gateway.handlers import Gateway
@@ -120,9 +119,7 @@ async def completion(bus: Bus, session: str, attempt: int = 1, name: str = "c1")
 
 
 async def load(bus: Bus, session: str) -> SessionState:
-    newest = await bus.last(subjects.session_filter(session))
-    at_least = newest.sequence if newest is not None else 0
-    return fold(session, await bus.read_session(session, completions=False, at_least=at_least))
+    return await newest_state(bus, session)
 
 
 async def until(bus: Bus, session: str, reached: Callable[[SessionState], bool], timeout: float = 30.0) -> SessionState:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 from nats.aio.msg import Msg
-from tests.conftest import replicated
+from tests.conftest import either
 
 from polar_common.blobs import Blobs
 from polar_common.bus import Bus, Lease, Stored, Worker, follow
@@ -43,11 +43,7 @@ def topology(request: pytest.FixtureRequest) -> Topology:
 
 @pytest.fixture
 async def bus(topology: Topology, request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
-    if topology.replicas == 1:
-        connected = await Bus.connect(request.getfixturevalue("nats_server").url, "test/bus")
-        await apply(connected.js, topology)
-    else:
-        connected = await replicated(request.getfixturevalue("nats_cluster"))
+    connected = await either(request, topology)
     yield connected
     await connected.close()
 

@@ -72,7 +72,7 @@ async def test_a_copy_whose_preparing_is_broken_off_is_removed(bus: Bus, tmp_pat
     preparing = spawn(evaluations.copies.prepared(queued), name="preparing")
     root = tmp_path / "run" / "evaluations"
     async with asyncio.timeout(10):
-        while not list(root.glob("*/work/here")):
+        while not list(root.glob("*/*/here")):
             await asyncio.sleep(0.02)
     await cancel_and_wait(preparing)
     assert (os.listdir(root), evaluations.copies.live) == ([], set())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from log_kit import accepted, lived, spec
-from tests.conftest import replicated
+from tests.conftest import either, replicated
 
 from polar_common.archive import check_archive, export
 from polar_common.archive.load import load_archive
@@ -18,7 +18,7 @@ from polar_common.bus.wire import ENCODING, WORTH
 from polar_common.errors import Poison
 from polar_common.events import SessionQueued, TaskAccepted, encode
 from polar_common.nats_server import NatsCluster, NatsServer
-from polar_common.topology import DLQ, Topology, apply, events_stream, work_consumer
+from polar_common.topology import DLQ, Topology, events_stream, work_consumer
 from polar_common.verify import LiveSource, Options, audit
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
@@ -33,11 +33,7 @@ def topology(request: pytest.FixtureRequest) -> Topology:
 
 @pytest.fixture
 async def bus(topology: Topology, request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
-    if topology.replicas == 1:
-        connected = await Bus.connect(request.getfixturevalue("nats_server").url, "test/bus")
-        await apply(connected.js, topology)
-    else:
-        connected = await replicated(request.getfixturevalue("nats_cluster"))
+    connected = await either(request, topology)
     yield connected
     await connected.close()
 

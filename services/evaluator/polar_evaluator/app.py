@@ -12,7 +12,7 @@ from polar_common.bus import Bus, Worker
 from polar_common.errors import ConfigError, PolarError
 from polar_common.ids import segment_of
 from polar_common.service import Service
-from polar_common.session_state import fold
+from polar_common.session_state import newest_state
 from polar_common.tasks import cancel_and_wait, spawn
 from polar_common.topology import Topology, consumers
 from polar_runtime import is_owned, reap
@@ -98,10 +98,7 @@ async def is_live(bus: Bus, evaluations: Evaluations, base: Path) -> bool:
         return False
     if await bus.last(subjects.evaluation(session, int(attempt), LIVE, "evaluated")) is not None:
         return False
-    newest = await bus.last(subjects.session_filter(session))
-    at_least = newest.sequence if newest else 0
-    stored = await bus.read_session(session, completions=False, at_least=at_least)
-    state = fold(session, stored)
+    state = await newest_state(bus, session)
     if int(attempt) not in state.attempts:
         # Another log's.
         return is_owned(base)

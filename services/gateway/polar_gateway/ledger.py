@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from polar_common import subjects
 from polar_common.bus import Bus
 from polar_common.errors import Stale, Unavailable
 from polar_common.events import SessionEvent
-from polar_common.session_state import SessionState, fold
+from polar_common.session_state import SessionState, newest_state
 
 __all__ = ["SessionLedger", "Superseded"]
 
@@ -36,10 +35,7 @@ class SessionLedger:
 
     async def load(self) -> SessionState:
         """Read the session, at least up to the leader's last fact."""
-        newest = await self._bus.last(subjects.session_filter(self.session))
-        wanted = newest.sequence if newest else 0
-        stored = await self._bus.read_session(self.session, completions=False, at_least=wanted)
-        self.state = fold(self.session, stored)
+        self.state = await newest_state(self._bus, self.session)
         return self.state
 
     async def publish(self, *events: SessionEvent) -> None:
